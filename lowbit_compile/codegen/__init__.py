@@ -1,0 +1,30 @@
+"""What runs an op: today the reference, compiled by Inductor or eager; kernels are chosen here, and only here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+IMPLEMENTATIONS = {
+    "compiled": "the reference, compiled by Inductor as one fused kernel per operand",
+    "eager": "the reference, op by op",
+}
+
+_compiled: dict[Hashable, Callable[..., Any]] = {}
+
+
+def run(impl: str, kind: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
+    """Call ``body(*args)`` under ``impl`` (its name, then the implementation hash). All give the same bits; ``key`` names what the body is specialised for."""
+    if impl.startswith("eager"):
+        return body(*args)
+    full = (kind, key)
+    if full not in _compiled:
+        # torch.compile keeps its cache on the code object and gives up after a few entries: one code object a key.
+        code = body.__code__.replace(co_name=f"{body.__name__}_{len(_compiled)}")
+        clone = types.FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
+        _compiled[full] = torch.compile(clone, fullgraph=True)
+    with torch.no_grad():
+        return _compiled[full](*args)

@@ -1,0 +1,1 @@
+"""The demo: one small language model trained twice, in BF16 and through the ``lowbit`` backend, on the same batches."""

@@ -1,0 +1,69 @@
+"""Counter-based random bits: Philox 4x32-10 (Salmon et al., SC 2011), the generator of Triton and of curand.
+
+The bits are a pure function of (seed, step, site, operand, element), so eager, compiled, recomputed, replayed and
+resumed runs round alike, and no generator state exists. The two key words are the seed; the four counter words are:
+
+    counter[0] = element index // 8   (row-major index in the padded operand)
+    counter[1] = optimizer step
+    counter[2] = site number
+    counter[3] = operand stream, see :data:`STREAMS`
+
+One call gives 128 bits: eight elements take 16 bits each, low half of word 0 first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+# Every use of noise in one linear has its own stream, so that the noises of two operands are independent
+# (nvfp4 pitfall P3: shared noise biases the product by about one percent). Signs belong to a GEMM, not to an operand.
+STREAMS = {"dgrad.g": 0, "dgrad.w": 1, "wgrad.g": 2, "wgrad.x": 3, "fprop.x": 4, "fprop.w": 5}
+SIGN_STREAMS = {"dgrad": 16, "wgrad": 17, "fprop": 18}
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four int64 tensors holding 32-bit words. Counter and key words are int64 values in [0, 2^32)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product_a = c0 * _ROUND_A
+        product_b = c2 * _ROUND_B
+        c0, c1, c2, c3 = (
+            ((product_b >> 32) & _MASK) ^ c1 ^ k0,
+            product_b & _MASK,
+            ((product_a >> 32) & _MASK) ^ c3 ^ k1,
+            product_a & _MASK,
+        )
+        k0 = (k0 + _KEY_A) & _MASK
+        k1 = (k1 + _KEY_B) & _MASK
+    return c0, c1, c2, c3
+
+
+def _words(index: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, ...]:
+    """The four Philox words of each counter ``index`` (int64, any shape) for ``seed`` int64[4] and ``stream``."""
+    key0, key1, step, site = (seed[i] & _MASK for i in range(4))
+    return philox((index, step, site, torch.full_like(index, stream)), (key0, key1))
+
+
+def random_bits_for(rows: int, cols: int, seed: Tensor, stream: int) -> Tensor:
+    """Random 16-bit integers for an operand, int32 [rows, cols] with values in [0, 2^16).
+
+    Element i in row-major order takes half-word i % 8 (word 0 low, word 0 high, word 1 low, ...) of counter i // 8, so
+    rows added below change nothing. ``seed`` is int64[4]: key 0, key 1, step, site. Source: the layout above.
+    """
+    total = rows * cols
+    words = _words(torch.arange((total + 7) // 8, device=seed.device, dtype=torch.int64), seed, stream)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, -1).reshape(-1)[:total].to(torch.int32).reshape(rows, cols)
+
+
+def random_sign_bits(width: int, seed: Tensor, stream: int) -> Tensor:
+    """``width`` <= 128 random bits, int32 [width] of 0 and 1: bit i % 32 of word i // 32 of counter 0."""
+    words = torch.stack(_words(torch.zeros((), device=seed.device, dtype=torch.int64), seed, stream))
+    place = torch.arange(width, device=seed.device, dtype=torch.int64)
+    return ((words[place // 32] >> (place % 32)) & 1).to(torch.int32)

@@ -1,0 +1,18 @@
+"""Shared by all tiers."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "graph"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
