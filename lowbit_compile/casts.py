@@ -106,7 +106,7 @@ def encode(value: Tensor, fmt: Format) -> Tensor:
     if fmt.sign_magnitude:
         code = _float_rank(magnitude, fmt) | (negative.to(torch.int32) << (fmt.bits - 1))
     else:
-        ranks = torch.bucketize(magnitude, _table(fmt.positives, torch.float32, value.device))
+        ranks = torch.bucketize(magnitude.contiguous(), _table(fmt.positives, torch.float32, value.device))
         ranks = ranks.clamp(max=len(fmt.positives) - 1)
         plus, minus = (_table(codes, torch.int32, value.device) for codes in fmt.codes_by_rank)
         code = torch.where(negative, minus[ranks], plus[ranks])

@@ -132,7 +132,7 @@ def _format_row(fmt: Format) -> tuple[str, int, str, str, str, int]:
 
 def _policy_check(args: argparse.Namespace) -> int:
     policy: Policy = load_policy(args.file)
-    rows = [(rule.match, rule.use, rule.reason) for rule in policy.rules]
+    rows = [(rule.match, rule.recipe, rule.reason) for rule in policy.rules]
     print(tabulate(rows, headers=("match", "use", "reason"), disable_numparse=True))
     print(f"id {policy.id}")
     return 0

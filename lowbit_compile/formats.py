@@ -50,6 +50,9 @@ class Format:
 
     def __post_init__(self) -> None:
         assert len(self.values) == 1 << self.bits
+        for name, member in vars(type(self)).items():
+            if isinstance(member, cached_property):
+                getattr(self, name)  # now: Dynamo can read a cached value, but not trace cached_property's lock
         for low, high in pairwise(self.positives):
             step = 2.0 ** self.step_exponent(math.frexp(low)[1] - 1 if low else -(10**6))
             assert high - low == step, f"{self.name}: {low} and {high} are {high - low} apart, the runs say {step}"

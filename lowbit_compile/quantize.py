@@ -56,7 +56,7 @@ def _grid(rows: Any, cols: Any, block: Block) -> tuple[Any, Any]:
 
 
 def payload_like(rows: Any, k: Any, spec: OperandSpec) -> list[tuple[tuple[Any, Any], torch.dtype]]:
-    """(shape, dtype) of each tensor that :func:`quantize` returns for [rows, k] (ints or SymInts), quantized specs only.
+    """(shape, dtype) of each tensor that :func:`quantize` returns for [rows, k] (int or SymInt); quantized specs.
 
     Codes [rows, K] or, packed, [rows, K / 2], K padded; scale [blocks down, blocks across]; outer likewise if any.
     """
@@ -112,8 +112,8 @@ def _check(spec: OperandSpec, seed: Tensor | None, amax: Tensor | None) -> None:
         for outer, inner in zip(spec.outer, spec.block, strict=True):
             if outer > 0 and (inner < 0 or outer % inner):
                 raise UnsupportedError(f"{spec}: outer blocks must hold whole inner blocks")
-    if spec.four_over_six and (spec.scale == "e8m0" or min(spec.block) < 1):
-        raise UnsupportedError(f"{spec}: four_over_six needs blocks of fixed size and scale e4m3fn or float32")
+    if spec.four_over_six and (spec.scale != "e4m3fn" or min(spec.block) < 1):
+        raise UnsupportedError(f"{spec}: four_over_six needs blocks of fixed size and scale e4m3fn")
 
 
 def _inner_scale(amax: Tensor, spec: OperandSpec, fmt: Format, target: float, outer: Tensor | None) -> Tensor:
@@ -149,22 +149,23 @@ def _fold(x: Tensor, axis: int) -> Tensor:
     return x.squeeze(axis)
 
 
-def _block_error(y: Tensor, q: Tensor, scale: Tensor, spec: OperandSpec) -> Tensor:
-    """Squared error per block, in units of the outer scale: sum of ((q - y) * scale)^2."""
-    error = (q - y) * _spread(scale_value(scale, spec.scale), spec.block, *y.shape)
+def _block_error(q: Tensor, wanted: Tensor, scale: Tensor, spec: OperandSpec) -> Tensor:
+    """Squared error per block in units of the outer scale, where q * scale is exact: sum of (q * scale - wanted)^2."""
+    error = q * _spread(scale_value(scale, spec.scale), spec.block, *q.shape) - wanted
     return _fold(_fold(_blocks(error * error, spec.block), 3), 1)
 
 
 def _choose(
     x: Tensor, amax: Tensor, spec: OperandSpec, fmt: Format, target: float, outer: Tensor | None, noise: Tensor | None
 ) -> Tensor:
-    """Inner scales of 4/6: per block the target or two thirds of it, whichever has the smaller error; a tie: target."""
+    """Inner scales of 4/6: per block the target or two thirds of it, whichever errs less; a tie: the latter (TV5)."""
+    wanted = x if outer is None else x * _spread(inverse(outer, "float32"), spec.block, *x.shape)
     scales = [_inner_scale(amax, spec, fmt, t, outer) for t in (target, target * 4 / 6)]
     errors = []
     for scale in scales:
-        y = _scaled(x, scale, spec, outer)
-        errors.append(_block_error(y, round_to_grid(y, fmt, spec.rounding, noise), scale, spec))
-    return torch.where(errors[1] < errors[0], scales[1], scales[0])
+        q = round_to_grid(_scaled(x, scale, spec, outer), fmt, spec.rounding, noise)
+        errors.append(_block_error(q, wanted, scale, spec))
+    return torch.where(errors[1] <= errors[0], scales[1], scales[0])
 
 
 def _outer(x: Tensor, spec: OperandSpec, target: float) -> Tensor | None:
@@ -228,7 +229,7 @@ def quantize(
 
 
 def dequantize(payload: list[Tensor], spec: OperandSpec) -> Tensor:
-    """Values of a payload of :func:`quantize`, float32 [R, padded K]: float32(q) * float32(scale) * outer, in this order.
+    """Values of a payload of :func:`quantize`, float32 [R, padded K]: f32(q) * f32(scale) * outer, in this order.
 
     A Hadamard transform is not undone. High precision: the tensor as float32.
     """

@@ -96,9 +96,9 @@ def _even(amax: Tensor, fmt: Format, target: float) -> Tensor:
 
 
 def _nearest(amax: Tensor, fmt: Format, target: float) -> Tensor:
-    """The nearer power of two of amax / target; 1.5 x 2^n goes up."""
+    """The nearer power of two of amax / target; 1.5 x 2^n goes up, and so does all between 2^-127 and 2^-126."""
     bits = _product_bits(amax, target)
-    return torch.where(bits < 0x800000, (bits >= 0x600000).to(torch.int32), (bits + 0x400000) >> 23)
+    return torch.where(bits < 0x800000, (bits > 0x400000).to(torch.int32), (bits + 0x400000) >> 23)
 
 
 E8M0_RULES: dict[str, Callable[[Tensor, Format, float], Tensor]] = {
@@ -115,8 +115,8 @@ def e8m0_scale(amax: Tensor, fmt: Format, rule: str, target: float = 0.0) -> Ten
     """E8M0 codes (uint8, shape of ``amax``) for float32 ``amax`` >= 0 of blocks in ``fmt``.
 
     floor: 2^floor(log2 amax) / 2^emax. ceil: the same with ceil. even: amax's mantissa is rounded to the element's
-    width first. rceil: amax / target rounded up. nearest: amax / target rounded to nearest. ``target`` 0 is the format's
-    maximum. At least 2^-127, which is also what amax 0 gives. NaN, infinity and a result above 2^127 -> 0xFF
+    width first. rceil: amax / target rounded up. nearest: amax / target rounded to nearest. ``target`` 0 is the
+    format's maximum. At least 2^-127, which is also what amax 0 gives. NaN, infinity and a result above 2^127 -> 0xFF
     (``rceil_satfinite``: NaN only, the others 0xFE).
     """
     if rule not in E8M0_RULES:

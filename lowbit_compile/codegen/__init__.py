@@ -16,11 +16,11 @@ IMPLEMENTATIONS = {
 _compiled: dict[Hashable, Callable[..., Any]] = {}
 
 
-def run(impl: str, kind: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
+def run(impl: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
     """Call ``body(*args)`` under ``impl`` (its name, then the implementation hash). All give the same bits; ``key`` names what the body is specialised for."""
     if impl.startswith("eager"):
         return body(*args)
-    full = (kind, key)
+    full = (body.__name__, key)
     if full not in _compiled:
         # torch.compile keeps its cache on the code object and gives up after a few entries: one code object a key.
         code = body.__code__.replace(co_name=f"{body.__name__}_{len(_compiled)}")

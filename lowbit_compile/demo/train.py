@@ -66,7 +66,7 @@ class Run:
 
 
 def setup_for(device: str | None, steps: int | None, seed: int) -> Setup:
-    """The CPU preset (about a minute a run on two cores) or the GPU one (about 100 million parameters)."""
+    """The CPU preset (about a minute a run on two cores) or the GPU one (82 million parameters)."""
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         kind = torch.device(where).type
@@ -159,7 +159,13 @@ def _run(
     run = Run(name)
     start = time.perf_counter()
     bar.set_description(f"{name} compiles")
-    step_seconds = _train(compiled, setup, run, bar)
+    try:
+        step_seconds = _train(compiled, setup, run, bar)
+    except RuntimeError as error:  # Dynamo wraps what a backend raises; the user gets the message inside
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, LowbitError):
+            raise inner from None
+        raise
     run.tokens_per_s = setup.tokens_per_step / median(step_seconds[WARM_STEPS:])
     run.peak_memory_mb = _peak_memory_mb(setup.device)
     bar.set_description(f"{name} evaluates")
