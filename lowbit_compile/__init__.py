@@ -1,6 +1,6 @@
 """lowbit_compile: a torch.compile backend that rewrites every linear into low-precision GEMMs under a policy.
 
-    model = torch.compile(model, backend="lowbit", options={"policy": "tetrajet_v2"})
+model = torch.compile(model, backend="lowbit", options={"policy": "tetrajet_v2"})
 """
 
 from .backend import report, state, step

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from . import compat
+from . import compat, ops
 from .codegen import IMPLEMENTATIONS
 from .errors import LowbitWarning, PolicyError, UnsupportedError, nearest
 from .passes import fqn
@@ -34,6 +34,8 @@ from .report import Report, SiteRecord
 from .runtime import phases
 from .runtime.state import State, install_step_hook
 from .schedule import boundaries, spec_at
+
+assert ops.AMAX_INDEX  # importing ops is what registers lowbit::linear
 
 OPTIONS = {
     "policy": "preset name, path, dict or Policy (default tetrajet_v2)",
@@ -69,7 +71,9 @@ class _Compiled:
 _models: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], _Compiled]] = weakref.WeakKeyDictionary()
 
 
-def lowbit(gm: GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def lowbit(
+    gm: GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
     """Backend function that torch.compile calls with Dynamo's graph. See :data:`OPTIONS` for the options; Inductor's
     own options are passed on. Raises :class:`PolicyError` for an unknown one."""
     opts = read_options(mode, options)
@@ -91,7 +95,9 @@ def lowbit(gm: GraphModule, example_inputs: list[Any], *, mode: str | None = Non
     if opts.dump_dir:
         _dump(opts.dump_dir, number, before, gm)
     install_step_hook()
-    return compat.inner_compiler(opts.inner, opts.mode, dict(opts.inductor))(gm, example_inputs)
+    compiler = compat.inner_compiler(opts.inner, opts.mode, dict(opts.inductor))
+    run: Callable[..., Any] = compiler(gm, example_inputs)
+    return run
 
 
 def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -101,13 +107,19 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
     known = compat.inductor_options()
     for key in given:
         if key not in known:
-            raise PolicyError(f"options[{key!r}]: unknown option; known: {', '.join(OPTIONS)}, and Inductor's{nearest(key, [*OPTIONS, *known])}")
+            everything = [*OPTIONS, *known]
+            raise PolicyError(
+                f"options[{key!r}]: unknown; known: {', '.join(OPTIONS)} and Inductor's{nearest(key, everything)}"
+            )
     chosen = mode or ours.get("mode")
-    if chosen is not None and chosen not in compat.modes():
-        raise PolicyError(f"options['mode']: unknown mode {chosen!r}; known: {', '.join(compat.modes())}{nearest(str(chosen), compat.modes())}")
-    for key, default, choices in (("inner", "inductor", ("inductor", "aot_eager")), ("reference", "compiled", tuple(IMPLEMENTATIONS))):
-        if ours.setdefault(key, default) not in choices:
-            raise PolicyError(f"options[{key!r}]: got {ours[key]!r}; known: {', '.join(choices)}{nearest(str(ours[key]), choices)}")
+    for key, value, choices in (
+        ("mode", chosen or "default", compat.modes()),
+        ("inner", ours.setdefault("inner", "inductor"), ["inductor", "aot_eager"]),
+        ("reference", ours.setdefault("reference", "compiled"), list(IMPLEMENTATIONS)),
+    ):
+        if value not in choices:
+            hint = nearest(str(value), choices)
+            raise PolicyError(f"options[{key!r}]: got {value!r}; known: {', '.join(choices)}{hint}")
     seed = ours.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise PolicyError(f"options['seed']: got {seed!r}, an integer is needed")
@@ -154,8 +166,10 @@ def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Optio
 
 def _record(site: LinearSite, path: str, decision: Decision, implementation: str) -> SiteRecord:
     spec = decision.spec
-    formats = [f"{g.a.format} x {g.b.format}" for g in (spec.fprop, spec.dgrad, spec.wgrad)] if spec else ["-"] * 3
-    return SiteRecord(path, site.shape, site.kind, decision.rule, *formats, implementation, "" if spec else decision.reason)
+    gemms = (spec.fprop, spec.dgrad, spec.wgrad) if spec else ()
+    fprop, dgrad, wgrad = [f"{g.a.format} x {g.b.format}" for g in gemms] or ["-"] * 3
+    reason = "" if spec else decision.reason
+    return SiteRecord(path, site.shape, site.kind, decision.rule, fprop, dgrad, wgrad, implementation, reason)
 
 
 def _check(root: nn.Module | None, compiled: _Compiled, opts: Options) -> None:
@@ -166,10 +180,12 @@ def _check(root: nn.Module | None, compiled: _Compiled, opts: Options) -> None:
     compiled.checked = True
     policy = opts.policy
     if not compiled.records and not policy.allow_empty:
-        raise PolicyError(f"{type(root).__name__}: no linear found, so the policy has nothing to quantize (allow_empty: true permits this)")
+        name = type(root).__name__
+        raise PolicyError(f"{name}: no linear found, so the policy has nothing to quantize (allow_empty: true permits)")
     if all(r.reason for r in compiled.records.values()) and not policy.allow_empty:
         kept = "; ".join(f"{r.path}: {r.reason}" for r in list(compiled.records.values())[:5])
-        raise PolicyError(f"the policy quantizes none of {len(compiled.records)} linears ({kept}); allow_empty: true permits this")
+        count = len(compiled.records)
+        raise PolicyError(f"the policy quantizes none of {count} linears ({kept}); allow_empty: true permits this")
     messages = policy.unused([(r.path, r.kind) for r in compiled.records.values()])
     if messages and policy.strict:
         raise PolicyError("; ".join(messages))

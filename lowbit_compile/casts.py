@@ -49,7 +49,8 @@ def _round_scaled(scaled: Tensor, rounding: str, random_bits: Tensor | None, wid
         return whole
     if rounding == "rna":
         return whole + (fraction >= 0.5).float()
-    assert rounding == "stochastic" and random_bits is not None, rounding
+    assert rounding == "stochastic", rounding
+    assert random_bits is not None, "stochastic rounding needs random bits"
     return whole + ((fraction * float(1 << width)).floor() > random_bits.float()).float()
 
 
@@ -91,10 +92,8 @@ def round_to_grid(
     value = rounded * pow2(exponent)
     if fmt.flush_below:
         value = torch.where(magnitude < fmt.flush_below, 0.0, value)
-    if overflow == "infinity":
-        value = torch.where(value > fmt.max, float("inf"), value)
-    else:
-        value = value.clamp(max=fmt.max)
+    over = torch.where(value > fmt.max, float("inf"), value)
+    value = over if overflow == "infinity" else value.clamp(max=fmt.max)
     return (value.view(torch.int32) | (bits & -0x80000000)).view(torch.float32)
 
 

@@ -78,7 +78,9 @@ def guard_equals(module: str, attribute: str) -> None:
     install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
-def register_state_buffer(root: torch.fx.GraphModule, owner: torch.fx.GraphModule, prefix: str, name: str, tensor: torch.Tensor) -> None:
+def register_state_buffer(
+    root: torch.fx.GraphModule, owner: torch.fx.GraphModule, prefix: str, name: str, tensor: torch.Tensor
+) -> None:
     """Make ``tensor`` a buffer of the graph that AOTAutograd lifts, functionalizes and treats as static."""
     from torch._dynamo.source import ConstantSource
 

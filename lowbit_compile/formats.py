@@ -18,7 +18,7 @@ from .errors import PolicyError, nearest
 
 
 class Run(NamedTuple):
-    """From binade ``first_exponent`` on, up to the next run, values carry ``mantissa_bits`` bits after the leading one."""
+    """From binade ``first_exponent`` on, up to the next run, values have ``mantissa_bits`` bits after the leading 1."""
 
     first_exponent: int
     mantissa_bits: int
@@ -100,7 +100,7 @@ class Format:
 
     @cached_property
     def codes_by_rank(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Codes of +positives[r] and of -positives[r]. Where there is no -0 or no negative, the positive code stands."""
+        """Codes of +positives[r] and of -positives[r]; the positive code stands where there is no negative."""
         plus: dict[float, int] = {}
         minus: dict[float, int] = {}
         for code, value in enumerate(self.values):
@@ -175,7 +175,7 @@ E4M3FN = _float_format("e4m3fn", 4, 3, 7, {0x7F: math.nan})
 E5M2 = _float_format("e5m2", 5, 2, 15, {0x7C: math.inf, 0x7D: math.nan, 0x7E: math.nan, 0x7F: math.nan})
 E2M1 = _float_format("e2m1", 2, 1, 1, {})
 # Only a scale: powers of two, no sign, no zero; rounding to it is a scale rule (see scaling.py), not an element cast.
-E8M0 = Format("e8m0", 8, tuple(2.0 ** (c - 127) for c in range(255)) + (math.nan,), (Run(-127, 0),), -127)
+E8M0 = Format("e8m0", 8, (*(2.0 ** (c - 127) for c in range(255)), math.nan), (Run(-127, 0),), -127)
 HIF8 = _hif8()
 INT8 = _integer_format("int8", 8)
 INT4 = _integer_format("int4", 4)

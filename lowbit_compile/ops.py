@@ -98,7 +98,9 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, jobs: tuple[Job, 
     return results
 
 
-def run_gemm(a: list[Tensor], b: list[Tensor], bias: Tensor | None, spec: GemmSpec, flips: str, out: torch.dtype) -> Tensor:
+def run_gemm(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, spec: GemmSpec, flips: str, out: torch.dtype
+) -> Tensor:
     """The reference body of ``lowbit::gemm``: D [M, N] = A [M, K] . B [N, K]^T (+ bias [N]), float32 accumulation.
 
     ``flips`` holds "a" or "b" where that payload is stored transposed. Where neither operand is quantized the product
@@ -137,7 +139,7 @@ def gemm_op(
     left, _, right = spec.partition("*")
     parsed = GemmSpec(parse_operand(left), parse_operand(right))
     key = (spec, flips, out, bias is None, a[0].dtype, b[0].dtype)
-    return codegen.run(impl, key, run_gemm, a, b, bias, parsed, flips, out)
+    return codegen.run(impl, key, run_gemm, a, b, bias, parsed, flips, out)  # type: ignore[no-any-return]
 
 
 @gemm_op.register_fake
@@ -193,7 +195,9 @@ class _Linear(torch.autograd.Function):
             jobs.append(Job("wgrad.x", wgrad_x, transposed=True, via=via))
         payloads = _quantize(x, amax, seed, jobs, impl)
         qx = payloads[0] if spec.fprop.a.quantized else [x.to(out)]
-        qw = _quantize(w, amax, seed, [Job("fprop.w", spec.fprop.b)], impl)[0] if spec.fprop.b.quantized else [w.to(out)]
+        qw = (
+            _quantize(w, amax, seed, [Job("fprop.w", spec.fprop.b)], impl)[0] if spec.fprop.b.quantized else [w.to(out)]
+        )
         y = gemm_op(qx, qw, b, str(spec.fprop), "", out, impl)
         saved, ctx.x_spec, ctx.x_flip = [x], OperandSpec(), "b"
         if train and ctx.needs_input_grad[1]:
@@ -259,7 +263,15 @@ def _quantize(x: Tensor, amax: Tensor, seed: Tensor, jobs: list[Job], impl: str)
 
 
 def linear(
-    x: Tensor, w: Tensor, b: Tensor | None, amax: Tensor, acc_x: Tensor, acc_g: Tensor, seed: Tensor, text: str, impl: str
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    amax: Tensor,
+    acc_x: Tensor,
+    acc_g: Tensor,
+    seed: Tensor,
+    text: str,
+    impl: str,
 ) -> Tensor:
     """x [..., K], w [N, K], b [N] -> y [..., N] in x's dtype, or autocast's where that is on.
 
@@ -273,13 +285,15 @@ def linear(
     with torch.autocast(device, enabled=False):
         if x.numel() == 0:
             return torch.nn.functional.linear(x.to(out), w.to(out), None if b is None else b.to(out))
-        y = _Linear.apply(x.reshape(-1, x.shape[-1]), w, b, amax, acc_x, acc_g, seed, text, impl, out, train)
+        y = _Linear.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), w, b, amax, acc_x, acc_g, seed, text, impl, out, train
+        )
         return y.reshape(*x.shape[:-1], w.shape[0])  # type: ignore[no-any-return]
 
 
-_library = Library("lowbit", "FRAGMENT")
-_library.define(
+_library = Library("lowbit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "linear(Tensor x, Tensor w, Tensor? b, Tensor amax, Tensor(a!) acc_x, Tensor(b!) acc_g, Tensor seed, str spec,"
     " str impl) -> Tensor"
 )
-_library.impl("linear", linear, "CompositeImplicitAutograd")
+_library.impl("linear", linear, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -102,7 +102,7 @@ class RecipeModel(FileModel):
     wgrad: _Wgrad
 
 
-def expand_recipe(recipe: Any) -> Any:
+def expand_recipe(recipe: Any) -> Any:  # noqa: C901  (one branch a shorthand)
     """A raw recipe with its shorthands written out: a name for all operands, ``bwd``, ``same``, a name for an operand.
 
     Anything else is left as it is, for the checks that follow. Raises :class:`PolicyError` where ``bwd`` competes.
@@ -190,7 +190,7 @@ def spec_faults(spec: LinearSpec) -> Iterator[tuple[str, str]]:
         yield "observe", "must be True where an operand has delayed scaling"
 
 
-def _operand_faults(operand: OperandSpec) -> Iterator[tuple[str, str]]:
+def _operand_faults(operand: OperandSpec) -> Iterator[tuple[str, str]]:  # noqa: C901  (a list of checks)
     if not operand.quantized:
         if replace(operand, source="original") != OperandSpec():
             yield "format", "bf16 is not quantized: of the other keys only source has an effect"

@@ -82,7 +82,7 @@ def _read(word: str, default: object) -> object:
         return (int(rows), int(cols))
     if isinstance(default, bool):
         return word == "true"
-    return type(default)(word)
+    return float(word) if isinstance(default, float) else int(word) if isinstance(default, int) else word
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ _compiled: dict[Hashable, Callable[..., Any]] = {}
 
 
 def run(impl: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
-    """Call ``body(*args)`` under ``impl`` (its name, then the implementation hash). All give the same bits; ``key`` names what the body is specialised for."""
+    """Call ``body(*args)`` under ``impl`` (its name, then the implementation hash). All give the same bits.
+
+    ``key`` names what the body is specialised for.
+    """
     if impl.startswith("eager"):
         return body(*args)
     full = (body.__name__, key)

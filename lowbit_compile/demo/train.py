@@ -27,7 +27,7 @@ from ..policy_file import load_policy
 from . import data
 from .model import CPU_CONFIG, GPU_CONFIG, LanguageModel, ModelConfig, parameter_count
 
-DEFAULT_POLICY = "nvfp4_nvidia"
+DEFAULT_POLICY = "tetrajet_v2"
 WARM_STEPS = 3  # compile and first-touch time stays out of the tokens per second
 PROMPT = "In the year of"
 

@@ -88,7 +88,8 @@ def _match(node: Node) -> tuple[str, Node, Node, Node | None] | None:
         return None
     value = weight.meta.get("example_value")
     bias_value = bias.meta.get("example_value") if isinstance(bias, Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or (bias is not None and (bias_value is None or bias_value.dim() != 1)):
+    bias_fits = bias is None or (bias_value is not None and bias_value.dim() == 1)
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not bias_fits:
         return None
     return kind, x, weight, bias  # type: ignore[return-value]
 
@@ -102,6 +103,7 @@ def _parameter(node: Node, outer: dict[Node, Node]) -> Node | None:
         node = node.args[0]
     node = outer.get(node, node)
     value = node.meta.get("example_value")
-    if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf):
+    leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    if leaf or isinstance(value, torch.nn.Parameter):
         return node
     return None

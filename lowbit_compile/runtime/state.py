@@ -48,16 +48,13 @@ class SiteState:
 
     @classmethod
     def create(cls, path: str, window: int, seed: int, device: torch.device) -> SiteState:
-        zero = {"dtype": torch.float32, "device": device}
         words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0, zlib.crc32(path.encode())]
-        return cls(
-            path,
-            torch.zeros(3, **zero),  # type: ignore[arg-type]
-            torch.zeros((), **zero),  # type: ignore[arg-type]
-            torch.zeros((), **zero),  # type: ignore[arg-type]
-            torch.tensor(words, dtype=torch.int64, device=device),
-            torch.zeros(window, 3, **zero),  # type: ignore[arg-type]
-        )
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        key = torch.tensor(words, dtype=torch.int64, device=device)
+        return cls(path, zeros(3), zeros(), zeros(), key, zeros(window, 3))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "acc_x": self.acc_x, "acc_g": self.acc_g, "seed": self.seed, "history": self.history}
@@ -117,7 +114,8 @@ class State:
     @staticmethod
     def _belongs(site: SiteState, owned: set[int], advance: bool) -> bool:
         weight = site.weight()
-        return (weight is not None and id(weight) in owned) or (advance and (weight is None or not weight.requires_grad))
+        trained = weight is not None and weight.requires_grad
+        return id(weight) in owned if trained else advance
 
     def _roll(self, sites: list[SiteState]) -> None:
         if not sites:
@@ -159,7 +157,8 @@ class State:
             site = self.sites.get(path) or self.site(path, lambda: None, tensors["amax"].device)
             for name, tensor in site.tensors().items():
                 if tensor.shape != tensors[name].shape:
-                    raise StateError(f"{path}.{name}: saved shape {tuple(tensors[name].shape)}, here {tuple(tensor.shape)}")
+                    saved_shape, shape = tuple(tensors[name].shape), tuple(tensor.shape)
+                    raise StateError(f"{path}.{name}: saved shape {saved_shape}, here {shape}")
                 tensor.copy_(tensors[name])
         self.step_number = saved["step"]
         self.phase = phase_index(self.policy, self.step_number)

@@ -79,7 +79,10 @@ def run_both(policy, batches, **options):
 
 
 def test_registered_by_entry_point_without_import():
-    code = "import torch, sys; assert 'lowbit' in torch._dynamo.list_backends(); assert 'lowbit_compile' not in sys.modules"
+    code = (
+        "import torch, sys; assert 'lowbit' in torch._dynamo.list_backends(); "
+        "assert 'lowbit_compile' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -163,7 +166,11 @@ def test_eval_leaves_state_alone():
 
 
 def test_schedule_recompiles_once_per_boundary():
-    policy = {"version": 1, "extends": ["hif8_max_window"], "schedule": [{"until_step": 3, "use": "keep", "observe": True}]}
+    policy = {
+        "version": 1,
+        "extends": ["hif8_max_window"],
+        "schedule": [{"until_step": 3, "use": "keep", "observe": True}],
+    }
     batches = [torch.randn(24, 40) for _ in range(8)]
     model, _ = run_both(policy, batches)
     report = lowbit_compile.report(model)
@@ -286,13 +293,16 @@ def test_empty_batch():
     assert run(torch.randn(0, 40)).shape == (0, 40)
 
 
+KEEP_NOPE = {"match": "nope", "use": "keep", "reason": "x"}
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
         (Mlp(), {"policy": "tetrajet_v3"}, ["tetrajet_v3", "did you mean 'tetrajet_v2'"]),
         (Mlp(), {"polcy": "bf16"}, ["polcy", "did you mean 'policy'"]),
-        (Mlp(), {"policy": {"version": 1, "extends": ["mxfp8"], "rules": [{"match": "nope", "use": "keep", "reason": "x"}], "strict": True}}, ["nope"]),
-        (Mlp(), {"policy": {"version": 1, "rules": [{"match": "*", "use": "keep", "reason": "x"}]}}, ["no rule quantizes anything", "allow_empty"]),
+        (Mlp(), {"policy": {"version": 1, "extends": ["mxfp8"], "rules": [KEEP_NOPE], "strict": True}}, ["nope"]),
+        (Mlp(), {"policy": {"version": 1, "rules": [{**KEEP_NOPE, "match": "*"}]}}, ["no rule quantizes anything"]),
         (nn.Sequential(nn.ReLU()), {"policy": "mxfp8"}, ["no linear"]),
     ],
 )  # fmt: skip
