@@ -3,10 +3,13 @@
 The bits are a pure function of (seed, step, site, operand, element), so eager, compiled, recomputed, replayed and
 resumed runs round alike, and no generator state exists. The two key words are the seed; the four counter words are:
 
-    counter[0] = element index // 8   (row-major index in the padded operand)
-    counter[1] = optimizer step
+    counter[0] = optimizer step
+    counter[1] = element index // 8   (row-major index in the padded operand)
     counter[2] = site number
     counter[3] = operand stream, see :data:`STREAMS`
+
+The index is a word that the first round does not multiply: Inductor would fold 32-bit constant times index into one
+Triton index expression, which overflows int32 (torch 2.11, H200).
 
 One call gives 128 bits: eight elements take 16 bits each, low half of word 0 first.
 """
@@ -47,7 +50,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 def _words(index: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, ...]:
     """The four Philox words of each counter ``index`` (int64, any shape) for ``seed`` int64[4] and ``stream``."""
     key0, key1, step, site = (seed[i] & _MASK for i in range(4))
-    return philox((index, step, site, torch.full_like(index, stream)), (key0, key1))
+    return philox((step, index, site, torch.full_like(index, stream)), (key0, key1))
 
 
 def random_bits_for(rows: int, cols: int, seed: Tensor, stream: int) -> Tensor:
