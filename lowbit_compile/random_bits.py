@@ -29,19 +29,22 @@ STREAMS = {"dgrad.g": 0, "dgrad.w": 1, "wgrad.g": 2, "wgrad.x": 3, "fprop.x": 4,
 SIGN_STREAMS = {"dgrad": 16, "wgrad": 17, "fprop": 18}
 
 
+def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """(high, low) 32 bits of a 32 x 32-bit product. By 16-bit halves: a 64-bit product overflows a signed int64,
+    which is undefined in compiled C++ (seen to change the bits, torch 2.13.0 CPU)."""
+    low = word * (constant & 0xFFFF)
+    high = word * (constant >> 16)
+    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four int64 tensors holding 32-bit words. Counter and key words are int64 values in [0, 2^32)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        product_a = c0 * _ROUND_A
-        product_b = c2 * _ROUND_B
-        c0, c1, c2, c3 = (
-            ((product_b >> 32) & _MASK) ^ c1 ^ k0,
-            product_b & _MASK,
-            ((product_a >> 32) & _MASK) ^ c3 ^ k1,
-            product_a & _MASK,
-        )
+        high_a, low_a = _multiply(c0, _ROUND_A)
+        high_b, low_b = _multiply(c2, _ROUND_B)
+        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
         k0 = (k0 + _KEY_A) & _MASK
         k1 = (k1 + _KEY_B) & _MASK
     return c0, c1, c2, c3
