@@ -1,4 +1,4 @@
-"""Bit-for-bit agreement with tests/data (its README: ../shared/numerics). NaN is compared by class."""
+"""Bit-for-bit agreement with the golden tables in tests/data. NaN is compared by class."""
 
 from __future__ import annotations
 
