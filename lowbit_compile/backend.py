@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from . import compat, ops
+from . import compat
 from .codegen import IMPLEMENTATIONS
 from .errors import LowbitWarning, PolicyError, UnsupportedError, nearest
 from .passes import fqn
@@ -34,8 +34,7 @@ from .report import Report, SiteRecord
 from .runtime import phases
 from .runtime.state import State, install_step_hook
 from .schedule import boundaries, spec_at
-
-assert ops.AMAX_INDEX  # importing ops is what registers lowbit::linear
+from .spec import LinearSpec
 
 OPTIONS = {
     "policy": "preset name, path, dict or Policy (default tetrajet_v2)",
@@ -157,11 +156,42 @@ def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Optio
         return None
     now = spec_at(opts.policy, spec, compiled.state.step_number)
     observe = now.observe and torch.is_grad_enabled()
-    compiled.records[name.path] = _record(site, name.path, replace(decision, spec=now), f"reference ({opts.reference})")
-    state = compiled.state.site(name.path, name.live, value.device)
+    state = compiled.state.site(
+        name.path,
+        name.live,
+        value.device,
+        width=site.shape[1],
+        outliers=spec.outliers,
+        transposed=site.stored_in_out,
+    )
+    if now.outliers is not None and not (state.channels and state.channels.chosen):
+        now = replace(now, outliers=None)
+        if state.channels:
+            steps = f"{state.channels.rule.start} to {state.channels.rule.stop}"
+            message = f"{name.path}: no outlier channels, its input was not seen in training steps {steps}"
+            warnings.warn(message, LowbitWarning, stacklevel=2)
     state.observed |= observe
-    text = str(replace(now, observe=observe))
-    return Edit(site, name.path, text, f"{opts.reference} {implementation_hash()} {opts.inner}", state)
+    watch = now.watch and torch.is_grad_enabled() and state.channels is not None
+    now = replace(now, observe=observe, watch=watch)
+    impl = f"{opts.reference} {implementation_hash()} {opts.inner}"
+    state.compiled_as(now, impl)
+    record = _record(site, name.path, replace(decision, spec=now), f"reference ({opts.reference})")
+    compiled.records[name.path] = replace(record, state=_describe(opts.policy, spec, site.shape[1]))
+    return Edit(site, name.path, now, impl, state)
+
+
+def _describe(policy: Policy, spec: LinearSpec, width: int) -> str:
+    """What runs beside one linear between its steps."""
+    found = []
+    if spec.delayed:
+        found.append(f"amax over {policy.amax.window} steps")
+    if spec.outliers is not None:
+        count = spec.outliers.channels(width)
+        chosen = f"{count} of {width} channels in {spec.outliers.operand.format} from step {spec.outliers.stop}"
+        found.append(chosen if count else f"no outlier channels: {width} are too few for a block of them")
+    if policy.oscillation is not None and spec.fprop.b.quantized:
+        found.append(f"oscillation {policy.oscillation.action} every {policy.oscillation.period} steps")
+    return "; ".join(found)
 
 
 def _record(site: LinearSite, path: str, decision: Decision, implementation: str) -> SiteRecord:
@@ -213,7 +243,7 @@ def _dump(folder: str, number: int, before: str, gm: GraphModule) -> None:
 def implementation_hash() -> str:
     """Hash of the package's numerics sources: part of every op's text, so a changed formula misses every cache."""
     here = pathlib.Path(__file__).parent
-    names = ("casts", "formats", "hadamard", "ops", "quantize", "random_bits", "scaling", "spec")
+    names = ("casts", "formats", "hadamard", "jobs", "linear", "ops", "quantize", "random_bits", "scaling", "spec")
     return hashlib.sha256(b"".join((here / f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 

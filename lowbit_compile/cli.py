@@ -76,7 +76,7 @@ def _record(file: str, result: dict[str, Any]) -> None:
 
 def demo_text(result: dict[str, Any]) -> str:
     """The report for people: every linear, both runs side by side, a line from each model."""
-    names = ("path", "shape", "rule", "fprop", "dgrad", "wgrad", "implementation", "reason")
+    names = ("path", "shape", "rule", "fprop", "dgrad", "wgrad", "implementation", "state", "reason")
     linears = [[_cell(record.get(name)) for name in names] for record in result["linears"]]
     runs = result["runs"]
     rows = [

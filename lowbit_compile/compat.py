@@ -90,6 +90,11 @@ def register_state_buffer(
         sources[prefix + name] = ConstantSource("lowbit:" + prefix + name)
 
 
+def mark_dynamic_rows(tensor: torch.Tensor) -> None:
+    """Compile for any number of rows at once, not first for this one and then again."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def raise_recompile_limit(at_least: int) -> None:
     import torch._dynamo.config as config
 

@@ -17,7 +17,7 @@ from .random_bits import random_sign_bits
 WIDTHS = (16, 32, 64, 128)
 
 
-def random_signs(width: int, seed: Tensor, stream: int) -> Tensor:
+def random_signs(width: int, seed: Tensor, stream: int | Tensor) -> Tensor:
     """Float32 [width] of +1 and -1 (bit set), from one Philox call; ``seed`` is int64[4]: key 0, key 1, step, site."""
     return 1.0 - 2.0 * random_sign_bits(width, seed, stream).to(torch.float32)
 

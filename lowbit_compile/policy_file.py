@@ -20,25 +20,15 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from .errors import PolicyError, nearest
-from .policy import (
-    KEEP,
-    OPERANDS,
-    AmaxWindow,
-    OperandModel,
-    Policy,
-    RecipeModel,
-    Rule,
-    expand_recipe,
-    pattern_fault,
-    spec_faults,
-)
+from .policy import KEEP, Policy, Rule, pattern_fault
+from .recipe import Place, RecipeModel, expand_recipe, freeze_recipe
 from .schedule import FileModel, Phase, PhaseModel, fault
-from .spec import GEMMS, GemmSpec, LinearSpec, OperandSpec
+from .spec import LinearSpec
+from .windows import AmaxModel, AmaxWindow, Oscillation, OscillationModel
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_BYTES = 1_000_000
 MAX_NODES = 100_000  # YAML aliases can make a small file huge
-Place = tuple[str | int, ...]
 
 
 class _Rule(FileModel):
@@ -49,19 +39,14 @@ class _Rule(FileModel):
     expect: Annotated[int, Field(ge=0)] | None = None
 
 
-class _Amax(FileModel):
-    window: Annotated[int, Field(ge=1)] = 64
-    algorithm: Literal["max", "most_recent", "ema"] = "max"
-    margin: Annotated[int, Field(ge=0)] = 0
-
-
 class _File(FileModel):
     version: Literal[1]
     extends: list[str] = Field(default_factory=list)
     recipes: dict[str, RecipeModel] = Field(default_factory=dict)
     rules: list[_Rule] = Field(default_factory=list)
     schedule: list[PhaseModel] | None = None
-    amax: _Amax | None = None
+    amax: AmaxModel | None = None
+    oscillation: OscillationModel | None = None
     strict: bool | None = None
     allow_empty: bool | None = None
 
@@ -107,6 +92,7 @@ class _Merged:
     rules: list[tuple[_Rule, _Document, int]] = field(default_factory=list)
     schedule: tuple[list[PhaseModel], _Document] | None = None
     amax: AmaxWindow | None = None
+    oscillation: Oscillation | None = None
     strict: bool | None = None
     allow_empty: bool | None = None
 
@@ -297,41 +283,6 @@ def _keys_at(place: Place) -> tuple[str, ...]:
 # ---- conversion
 
 
-def _operand(document: _Document, place: Place, model: OperandModel) -> OperandSpec:
-    """Named operand first, then the keys beside it; a new scale format brings its own rule unless one is given."""
-    base = OPERANDS.get(model.format)
-    if base is None:
-        hint = "; e8m0 is for scales" if model.format == "e8m0" else nearest(model.format, OPERANDS)
-        known = ", ".join(OPERANDS)
-        raise document.error((*place, "format"), f"found {model.format!r}; allowed: {known}{hint}")
-    given: dict[str, Any] = model.model_dump(exclude_none=True, exclude={"format"})
-    if "scale" in given and given["scale"] != base.scale:
-        base = replace(base, rule="rceil" if given["scale"] == "e8m0" else "nearest")
-    for pair in ("block", "outer"):
-        if pair in given:
-            given[pair] = tuple(given[pair])
-    if "scale_rule" in given:
-        given["rule"] = given.pop("scale_rule")
-    if "target" in given:
-        given["target"] = float(given["target"])
-    return replace(base, **given)
-
-
-def _recipe(document: _Document, name: str, model: RecipeModel) -> LinearSpec:
-    place: Place = ("recipes", name)
-    if name == KEEP:
-        raise document.error(place, "'keep' is reserved for rules that leave a linear as it is")
-    gemms: dict[str, Any] = {}
-    for gemm, names in GEMMS.items():
-        pair = getattr(model, gemm)
-        gemms[gemm] = GemmSpec(*(_operand(document, (*place, gemm, n), getattr(pair, n)) for n in names))
-    spec = LinearSpec(**gemms)
-    spec = replace(spec, observe=spec.delayed)
-    for where, problem in spec_faults(spec):
-        raise document.error((*place, *where.split(".")), problem)
-    return spec
-
-
 def _merge(document: _Document, chain: tuple[str, ...]) -> _Merged:
     """``document`` on top of what it extends: recipes by name, rules appended, other keys replaced whole."""
     if document.identity in chain:
@@ -346,10 +297,16 @@ def _merge(document: _Document, chain: tuple[str, ...]) -> _Merged:
                 raise
             raise document.error(("extends", i), str(error)) from None
         _overlay(merged, _merge(found, (*chain, document.identity)))
-    own = _Merged({name: _recipe(document, name, recipe) for name, recipe in model.recipes.items()})
+    if KEEP in model.recipes:
+        raise document.error(("recipes", KEEP), "'keep' is reserved for rules that leave a linear as it is")
+    own = _Merged({name: freeze_recipe(name, recipe, document.error) for name, recipe in model.recipes.items()})
     own.rules = [(rule, document, i) for i, rule in enumerate(model.rules)]
     own.schedule = None if model.schedule is None else (model.schedule, document)
-    own.amax = None if model.amax is None else AmaxWindow(**model.amax.model_dump())
+    own.amax = None if model.amax is None else model.amax.freeze()
+    if model.oscillation is not None:
+        if problem := model.oscillation.fault():
+            raise document.error(("oscillation",), problem)
+        own.oscillation = model.oscillation.freeze()
     own.strict, own.allow_empty = model.strict, model.allow_empty
     _overlay(merged, own)
     return merged
@@ -360,6 +317,7 @@ def _overlay(under: _Merged, over: _Merged) -> None:
     under.rules += over.rules
     under.schedule = over.schedule or under.schedule
     under.amax = over.amax or under.amax
+    under.oscillation = over.oscillation or under.oscillation
     under.strict = under.strict if over.strict is None else over.strict
     under.allow_empty = under.allow_empty if over.allow_empty is None else over.allow_empty
 
@@ -380,7 +338,14 @@ def _freeze(merged: _Merged, document: _Document) -> Policy:
         for i, phase in enumerate(phases):
             if phase.observe and not any(rule.spec and rule.spec.delayed for rule in rules):
                 raise source.error(("schedule", i, "observe"), "has no effect: no rule uses delayed scaling")
-    return Policy(rules, phases, merged.amax or AmaxWindow(), merged.strict is not False, bool(merged.allow_empty))
+    return Policy(
+        rules,
+        phases,
+        merged.amax or AmaxWindow(),
+        merged.oscillation,
+        merged.strict is not False,
+        bool(merged.allow_empty),
+    )
 
 
 def _rule(merged: _Merged, model: _Rule, document: _Document, index: int) -> Rule:

@@ -45,9 +45,10 @@ def padded_k(k: Any, spec: OperandSpec) -> Any:
     return (k + step - 1) // step * step
 
 
-def _padded_rows(rows: Any, spec: OperandSpec) -> Any:
+def padded_shape(rows: Any, k: Any, spec: OperandSpec) -> tuple[Any, Any]:
+    """[rows, k] with whole blocks of both levels."""
     step = math.lcm(max(spec.block[0], 1), max(spec.outer[0], 1))
-    return (rows + step - 1) // step * step
+    return (rows + step - 1) // step * step, padded_k(k, spec)
 
 
 def _grid(rows: Any, cols: Any, block: Block) -> tuple[Any, Any]:
@@ -60,7 +61,7 @@ def payload_like(rows: Any, k: Any, spec: OperandSpec) -> list[tuple[tuple[Any, 
 
     Codes [rows, K] or, packed, [rows, K / 2], K padded; scale [blocks down, blocks across]; outer likewise if any.
     """
-    height, width = _padded_rows(rows, spec), padded_k(k, spec)
+    height, width = padded_shape(rows, k, spec)
     stored = width // 2 if get_format(spec.format).bits == 4 else width
     kind = torch.float32 if spec.scale == "float32" else torch.uint8
     found = [((rows, stored), torch.uint8), (_grid(height, width, spec.block), kind)]
@@ -175,42 +176,22 @@ def _outer(x: Tensor, spec: OperandSpec, target: float) -> Tensor | None:
     return outer_scale(block_amax(x, spec.outer), inner_max, target)
 
 
-def quantize(
-    x: Tensor,
-    spec: OperandSpec,
-    *,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    stream: int = 0,
-    sign_stream: int = 0,
-) -> list[Tensor]:
-    """Cast x [R, K], any float dtype, blocks along K (see the module text for the formulas).
+def noise_for(rows: Any, k: Any, spec: OperandSpec, seed: Tensor, stream: int | Tensor) -> Tensor:
+    """The random bits that stochastic rounding of an operand [rows, k] uses, int32 on its padded shape."""
+    return random_bits_for(*padded_shape(rows, k, spec), seed=seed, stream=stream)
 
-    Args:
-        amax: float32 scalar of the delayed-scaling window, in units of x; 0 means "no history, use x's own".
-        seed: int64[4], key 0, key 1, step, site; needed for stochastic rounding and for random signs.
-        stream, sign_stream: Philox streams of this operand and of its GEMM (see :mod:`.random_bits`).
 
-    Returns:
-        ``[codes, scale]`` or ``[codes, scale, outer]``, shapes and dtypes as in :func:`payload_like`; 4-bit codes are
-        packed, even element in the low nibble. ``[x]`` where the spec leaves x in high precision. Rows that only
-        complete a block are cut off again, columns are not.
-    """
-    if not spec.quantized:
-        return [x]
-    _check(spec, seed, amax)
+def rotate_operand(x: Tensor, spec: OperandSpec, seed: Tensor, sign_stream: int | Tensor) -> Tensor:
+    """x [R, K] after the spec's random Hadamard transform, float32 [R, K of whole groups]."""
+    width = -(-x.shape[1] // spec.hadamard) * spec.hadamard
+    return rotate(_pad(x, x.shape[0], width), spec.hadamard, random_signs(spec.hadamard, seed, sign_stream))
+
+
+def cast(x: Tensor, spec: OperandSpec, amax: Tensor | None = None, noise: Tensor | None = None) -> list[Tensor]:
+    """Scales and codes of x [R, K], R and K >= 1, already rotated: the part of :func:`quantize` that draws nothing."""
     fmt = get_format(spec.format)
     rows, k = x.shape
-    if rows == 0 or k == 0:
-        shapes = payload_like(rows, k, spec)
-        return [torch.full(s, 0 if d == torch.uint8 else 1.0, dtype=d, device=x.device) for s, d in shapes]
-    height, width = _padded_rows(rows, spec), padded_k(k, spec)
-    full = _pad(x, height, width)
-    if spec.hadamard and seed is not None:
-        full = rotate(full, spec.hadamard, random_signs(spec.hadamard, seed, sign_stream))
-    noise = None
-    if spec.rounding == "stochastic" and seed is not None:
-        noise = random_bits_for(height, width, seed, stream)
+    full = _pad(x, *padded_shape(rows, k, spec))
     target = spec.target or fmt.max
     outer = _outer(full, spec, target)
     inner_amax = block_amax(full, spec.block) if amax is None else _window_amax(full, amax, fmt)
@@ -228,6 +209,43 @@ def quantize(
     return [pack(codes) if fmt.bits == 4 else codes, scale] + ([] if outer is None else [outer])
 
 
+def quantize(
+    x: Tensor,
+    spec: OperandSpec,
+    *,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int | Tensor = 0,
+    sign_stream: int | Tensor = 0,
+) -> list[Tensor]:
+    """Cast x [R, K], any float dtype, blocks along K (see the module text for the formulas).
+
+    Args:
+        amax: float32 scalar of the delayed-scaling window, in units of x; 0 means "no history, use x's own".
+        seed: int64[4], key 0, key 1, step, site; needed for stochastic rounding and for random signs.
+        stream, sign_stream: Philox streams of this operand and of its GEMM (see :mod:`.random_bits`), numbers or
+            int64 scalars.
+
+    Returns:
+        ``[codes, scale]`` or ``[codes, scale, outer]``, shapes and dtypes as in :func:`payload_like`; 4-bit codes are
+        packed, even element in the low nibble. ``[x]`` where the spec leaves x in high precision. Rows that only
+        complete a block are cut off again, columns are not.
+    """
+    if not spec.quantized:
+        return [x]
+    _check(spec, seed, amax)
+    rows, k = x.shape
+    if rows == 0 or k == 0:
+        shapes = payload_like(rows, k, spec)
+        return [torch.full(s, 0 if d == torch.uint8 else 1.0, dtype=d, device=x.device) for s, d in shapes]
+    noise = None
+    if spec.rounding == "stochastic" and seed is not None:
+        noise = noise_for(rows, k, spec, seed, stream)
+    if spec.hadamard and seed is not None:
+        x = rotate_operand(x, spec, seed, sign_stream)
+    return cast(x, spec, amax, noise)
+
+
 def dequantize(payload: list[Tensor], spec: OperandSpec) -> Tensor:
     """Values of a payload of :func:`quantize`, float32 [R, padded K]: f32(q) * f32(scale) * outer, in this order.
 
@@ -241,7 +259,7 @@ def dequantize(payload: list[Tensor], spec: OperandSpec) -> Tensor:
     value = decode(codes, fmt)
     if rows == 0 or cols == 0:
         return value
-    height = _padded_rows(rows, spec)
+    height = padded_shape(rows, cols, spec)[0]
     value = value * _spread(scale_value(payload[1], spec.scale), spec.block, height, cols)[:rows]
     if spec.outer != NO_BLOCK:
         value = value * _spread(payload[2], spec.outer, height, cols)[:rows]
@@ -254,8 +272,8 @@ def fake_quantize(
     *,
     amax: Tensor | None = None,
     seed: Tensor | None = None,
-    stream: int = 0,
-    sign_stream: int = 0,
+    stream: int | Tensor = 0,
+    sign_stream: int | Tensor = 0,
 ) -> Tensor:
     """The values that x [R, K] has after its cast, float32 [R, K]; arguments as for :func:`quantize`."""
     payload = quantize(x, spec, amax=amax, seed=seed, stream=stream, sign_stream=sign_stream)

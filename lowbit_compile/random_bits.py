@@ -50,26 +50,38 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def _words(index: Tensor, seed: Tensor, stream: int) -> tuple[Tensor, ...]:
-    """The four Philox words of each counter ``index`` (int64, any shape) for ``seed`` int64[4] and ``stream``."""
+def random_words(index: Tensor, seed: Tensor, stream: int | Tensor) -> tuple[Tensor, ...]:
+    """The four Philox words of each counter ``index`` (int64, any shape), int32 bit patterns of the same shape.
+
+    ``seed`` is int64[4], key 0, key 1, step, site; ``stream`` a number or an int64 scalar.
+    """
     key0, key1, step, site = (seed[i] & _MASK for i in range(4))
-    return philox((step, index, site, torch.full_like(index, stream)), (key0, key1))
+    words = philox((step, index, site, torch.zeros_like(index) + stream), (key0, key1))
+    return tuple(word.to(torch.int32) for word in words)
 
 
-def random_bits_for(rows: int, cols: int, seed: Tensor, stream: int) -> Tensor:
-    """Random 16-bit integers for an operand, int32 [rows, cols] with values in [0, 2^16).
+def counters_for(elements: int, device: torch.device) -> Tensor:
+    """The counters whose words are the noise of an operand of so many elements, int64 [count, 1]."""
+    return torch.arange((elements + 7) // 8, device=device, dtype=torch.int64)[:, None]
+
+
+def split_words(words: tuple[Tensor, ...], rows: int, cols: int) -> Tensor:
+    """Words of :func:`random_words` as 16 bits an element, int32 [rows, cols] with values in [0, 2^16).
 
     Element i in row-major order takes half-word i % 8 (word 0 low, word 0 high, word 1 low, ...) of counter i // 8, so
-    rows added below change nothing. ``seed`` is int64[4]: key 0, key 1, step, site. Source: the layout above.
+    rows added below change nothing.
     """
-    total = rows * cols
-    words = _words(torch.arange((total + 7) // 8, device=seed.device, dtype=torch.int64), seed, stream)
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, -1).reshape(-1)[:total].to(torch.int32).reshape(rows, cols)
+    halves = torch.stack(words, -1).reshape(-1).view(torch.int16)[: rows * cols]
+    return (halves.to(torch.int32) & 0xFFFF).reshape(rows, cols)
 
 
-def random_sign_bits(width: int, seed: Tensor, stream: int) -> Tensor:
+def random_bits_for(rows: int, cols: int, seed: Tensor, stream: int | Tensor) -> Tensor:
+    """Random 16-bit integers for an operand, int32 [rows, cols] in [0, 2^16); source: the layout above."""
+    return split_words(random_words(counters_for(rows * cols, seed.device), seed, stream), rows, cols)
+
+
+def random_sign_bits(width: int, seed: Tensor, stream: int | Tensor) -> Tensor:
     """``width`` <= 128 random bits, int32 [width] of 0 and 1: bit i % 32 of word i // 32 of counter 0."""
-    words = torch.stack(_words(torch.zeros((), device=seed.device, dtype=torch.int64), seed, stream))
-    place = torch.arange(width, device=seed.device, dtype=torch.int64)
-    return ((words[place // 32] >> (place % 32)) & 1).to(torch.int32)
+    words = torch.stack(random_words(torch.zeros((), device=seed.device, dtype=torch.int64), seed, stream))
+    place = torch.arange(width, device=seed.device)
+    return (words[place // 32] >> (place % 32).to(torch.int32)) & 1

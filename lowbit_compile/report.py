@@ -10,7 +10,8 @@ from tabulate import tabulate
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """One linear as it was compiled. ``reason`` is set where it was kept in high precision."""
+    """One linear as it was compiled last. ``reason`` is set where it was kept in high precision; ``state`` says what
+    runs beside it between steps."""
 
     path: str
     shape: tuple[int, int]
@@ -21,6 +22,7 @@ class SiteRecord:
     wgrad: str
     implementation: str
     reason: str = ""
+    state: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,6 +37,6 @@ class Report:
     recompiles: int = 0
 
     def table(self) -> str:
-        names = ("path", "shape", "kind", "rule", "fprop", "dgrad", "wgrad", "implementation", "reason")
+        names = ("path", "shape", "kind", "rule", "fprop", "dgrad", "wgrad", "implementation", "state", "reason")
         rows = [[getattr(r, n) for n in names] for r in self.records]
         return tabulate(rows, headers=names)

@@ -101,9 +101,10 @@ def phase_at(policy: Policy, step: int) -> Phase | None:
 
 
 def boundaries(policy: Policy) -> tuple[int, ...]:
-    """Distinct steps > 0 at which a phase begins or ends, ascending."""
+    """Distinct steps > 0 at which compiled code changes, ascending: ends of phases, watching and use of outliers."""
     ends = {p.from_step for p in policy.schedule} | {p.until_step for p in policy.schedule if p.until_step is not None}
-    return tuple(sorted(ends - {0}))
+    found = [rule.spec.outliers for rule in policy.rules if rule.spec and rule.spec.outliers]
+    return tuple(sorted((ends | {o.start for o in found} | {o.stop for o in found}) - {0}))
 
 
 def phase_index(policy: Policy, step: int) -> int:
@@ -116,17 +117,21 @@ def spec_at(policy: Policy, spec: LinearSpec, step: int) -> LinearSpec:
 
     Only linears with delayed scaling observe in a ``keep`` phase: nothing would ever read the windows of the others.
     Where fprop is held in high precision, backward's ``source=dequantized`` becomes ``original``: what fprop used is
-    then the tensor itself.
+    then the tensor itself. Outlier channels are watched in their steps whatever the phase, and used from then on.
     """
+    outliers = spec.outliers
+    watch = outliers is not None and outliers.start <= step < outliers.stop
+    if outliers is not None and step < outliers.stop:
+        outliers = None
     phase = phase_at(policy, step)
     if phase is None:
-        return spec
+        return replace(spec, outliers=outliers, watch=watch)
     if phase.keep:
-        return LinearSpec(observe=phase.observe and spec.observe)
+        return LinearSpec(observe=phase.observe and spec.observe, watch=watch)
     gemms = {name: GemmSpec() if name in phase.high else getattr(spec, name) for name in GEMMS}
     if "fprop" in phase.high:
         gemms = {name: GemmSpec(_original(gemm.a), _original(gemm.b)) for name, gemm in gemms.items()}
-    return LinearSpec(**gemms, observe=spec.observe)
+    return LinearSpec(**gemms, outliers=outliers, observe=spec.observe, watch=watch)
 
 
 def _original(operand: OperandSpec) -> OperandSpec:

@@ -8,6 +8,7 @@ fields at their default are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import PolicyError, nearest
 
@@ -100,17 +101,70 @@ class GemmSpec:
         return f"{self.a}*{self.b}"
 
 
+def parse_gemm(text: str) -> GemmSpec:
+    """Inverse of ``str(GemmSpec)``."""
+    a, _, b = text.partition("*")
+    return GemmSpec(parse_operand(a), parse_operand(b))
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """OutControl (TetraJet-v2, arXiv 2510.27527): input channels that are cast as ``operand``, in fprop and in wgrad.
+
+    Those are the channels whose x has the greatest L2 norms over the tokens of the observed steps. Everything else
+    keeps its natural order: the recipe's own casts see zeros in the outlier columns. dgrad has no such columns; it
+    casts the weight that fprop used, put together again.
+
+    Fields:
+        operand: how the outlier columns of x and w, and g for their wgrad, are cast.
+        fraction, count: how many of the input channels; see :meth:`channels`. One of them is 0.
+        start, stop: first observed step, and the first step at which the chosen channels are used.
+    """
+
+    operand: OperandSpec
+    fraction: float
+    count: int
+    start: int
+    stop: int
+
+    def channels(self, width: int) -> int:
+        """How many of ``width`` input channels: rounded up to whole blocks of ``operand``, at most half of them."""
+        block = max(self.operand.block[1], 1)
+        wanted = self.count or int(width * self.fraction)
+        return min(-(-wanted // block) * block, width // 2 // block * block)
+
+    def __str__(self) -> str:
+        return f"{self.operand} {self.fraction!r} {self.count} {self.start}-{self.stop}"
+
+
+def parse_outliers(text: str) -> Outliers:
+    """Inverse of ``str(Outliers)``."""
+    operand, fraction, count, steps = text.split(" ")
+    start, _, stop = steps.partition("-")
+    return Outliers(parse_operand(operand), float(fraction), int(count), int(start), int(stop))
+
+
 @dataclass(frozen=True)
 class LinearSpec:
-    """The three GEMMs of a linear layer. ``observe``: amaxes go to the window although nothing may be quantized yet."""
+    """The three GEMMs of a linear layer.
+
+    Fields:
+        outliers: channels that are cast otherwise, None = none.
+        observe: amaxes go to the window, although nothing may be quantized yet.
+        watch: channel norms of x are recorded, so that outlier channels can be chosen.
+    """
 
     fprop: GemmSpec = GemmSpec()
     dgrad: GemmSpec = GemmSpec()
     wgrad: GemmSpec = GemmSpec()
+    outliers: Outliers | None = None
     observe: bool = False
+    watch: bool = False
 
     def __str__(self) -> str:
-        return "; ".join([f"{g}: {getattr(self, g)}" for g in GEMMS] + (["observe"] if self.observe else []))
+        parts = [f"{g}: {getattr(self, g)}" for g in GEMMS]
+        parts += [f"outliers: {self.outliers}"] if self.outliers else []
+        return "; ".join(parts + [name for name in ("observe", "watch") if getattr(self, name)])
 
     @property
     def quantized(self) -> bool:
@@ -130,13 +184,13 @@ class LinearSpec:
 
 def parse_linear(text: str) -> LinearSpec:
     """Inverse of ``str(LinearSpec)``."""
-    gemms: dict[str, GemmSpec] = {}
-    observe = False
+    values: dict[str, Any] = {}
     for part in text.split("; "):
-        if part == "observe":
-            observe = True
-            continue
-        name, _, pair = part.partition(": ")
-        a, _, b = pair.partition("*")
-        gemms[name] = GemmSpec(parse_operand(a), parse_operand(b))
-    return LinearSpec(**gemms, observe=observe)
+        name, colon, value = part.partition(": ")
+        if not colon:
+            values[name] = True
+        elif name == "outliers":
+            values[name] = parse_outliers(value)
+        else:
+            values[name] = parse_gemm(value)
+    return LinearSpec(**values)

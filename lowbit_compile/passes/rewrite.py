@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .. import compat
+from .. import compat, linear
 from ..errors import LowbitError, RewriteError
-from ..runtime.state import SiteState
+from ..runtime.site import SiteState
+from ..spec import LinearSpec
 from .match import LinearSite
 
 
@@ -20,7 +21,7 @@ class Edit:
 
     site: LinearSite
     path: str
-    text: str
+    spec: LinearSpec
     impl: str
     state: SiteState
 
@@ -62,9 +63,12 @@ def _apply(root: GraphModule, edit: Edit, lifted: dict[tuple[int, int], str]) ->
 
     with gm.graph.inserting_before(site.node):
         state = [attribute(t) for t in (edit.state.amax, edit.state.acc_x, edit.state.acc_g, edit.state.seed)]
+        channels = edit.state.channels
+        index = attribute(channels.index) if channels and edit.spec.outliers else None
+        norms = attribute(channels.acc) if channels and edit.spec.watch else None
         weight = gm.graph.call_method("t", (site.weight,)) if site.stored_in_out else site.weight
         new = gm.graph.call_function(
-            torch.ops.lowbit.linear.default, (site.x, weight, site.bias, *state, edit.text, edit.impl)
+            linear.OP, (site.x, weight, site.bias, *state, index, norms, str(edit.spec), edit.impl)
         )
     new.meta.update(site.node.meta)
     site.node.replace_all_uses_with(new)

@@ -1,4 +1,4 @@
-"""Runtime state of one root model: per-linear tensors that graphs read, and the one update per optimizer step.
+"""Runtime state of one root model: the tensors of its linears, and the one update per optimizer step.
 
 Inside graphs only ``acc = max(acc, amax)`` happens (idempotent); everything else happens in :meth:`State.step`, so
 recompute, gradient accumulation and graph replay can't count twice. A step counter never reaches a traced frame:
@@ -8,60 +8,29 @@ graphs depend on the schedule only through a guard on the state's entry in :mod:
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import StateError
+from ..errors import LowbitWarning, StateError
+from ..formats import get_format
 from ..policy import Policy
 from ..schedule import phase_index
-from . import phases
+from ..spec import Outliers
+from ..windows import Oscillation
+from . import oscillation, phases
+from .site import SiteState
 
-ROLES = ("x", "w", "g")
-
-
-@dataclass
-class SiteState:
-    """Tensors of one linear; they never move, so compiled graphs keep their pointers.
-
-    ``amax`` f32[3]: amax of x, w, g used for delayed scaling, 0 = nothing observed yet; read-only in graphs.
-    ``acc_x``, ``acc_g`` f32[]: running max of this step, written by forward and by backward only.
-    ``seed`` i64[4]: key words, optimizer step, site number (see :mod:`..random_bits`); read-only in graphs.
-    ``history`` f32[window, 3], newest first. ``ignored``: zero or non-finite amaxes that kept the old scale, per role.
-    """
-
-    path: str
-    amax: Tensor
-    acc_x: Tensor
-    acc_g: Tensor
-    seed: Tensor
-    history: Tensor
-    ignored: list[int] = field(default_factory=lambda: [0, 0, 0])
-    observed: bool = False
-    weight: Callable[[], Tensor | None] = lambda: None
-
-    @classmethod
-    def create(cls, path: str, window: int, seed: int, device: torch.device) -> SiteState:
-        words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0, zlib.crc32(path.encode())]
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        key = torch.tensor(words, dtype=torch.int64, device=device)
-        return cls(path, zeros(3), zeros(), zeros(), key, zeros(window, 3))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"amax": self.amax, "acc_x": self.acc_x, "acc_g": self.acc_g, "seed": self.seed, "history": self.history}
+WATCHED_BITS = 8  # OsciReset is for weights of at most so many bits
 
 
 class State:
-    """All sites of one root model under one policy. Compared by identity; holds the model weakly."""
+    """All linears of one root model under one policy. Compared by identity; holds the model weakly."""
 
     def __init__(self, root: nn.Module | None, policy: Policy, seed: int = 0) -> None:
         self.policy = policy
@@ -70,6 +39,10 @@ class State:
         self.phase_name = f"state{next(_numbers)}"
         self.phase = 0
         self.sites: dict[str, SiteState] = {}
+        self.peak_rate = 0.0
+        self.oscillation_start = policy.oscillation.start_step if policy.oscillation else None
+        self._hooked = False
+        self._unclaimed: dict[str, tuple[dict[str, Tensor], str | None]] = {}  # loaded, but not compiled here yet
         self._root = weakref.ref(root) if root is not None else None
         self._primary: weakref.ref[Any] | None = None
         _live.add(self)
@@ -87,26 +60,68 @@ class State:
     def root(self) -> nn.Module | None:
         return self._root() if self._root else None
 
-    def site(self, path: str, weight: Callable[[], Tensor | None], device: torch.device) -> SiteState:
-        """Get or create; a second compile of the same layer shares its tensors."""
+    def site(
+        self,
+        path: str,
+        weight: Callable[[], Tensor | None],
+        device: torch.device,
+        *,
+        width: int,
+        outliers: Outliers | None = None,
+        transposed: bool = False,
+    ) -> SiteState:
+        """Get or create; a second compile of the same layer shares its tensors.
+
+        Args:
+            weight: gives the parameter as it is now, [N, K], or [K, N] where ``transposed``; K is ``width``.
+            outliers: the policy's outlier channels of this layer.
+        """
         if path not in self.sites:
-            created = SiteState.create(path, self.policy.amax.window, self.seed, device)
-            created.seed[2] = self.step_number
+            created = SiteState.create(path, self.policy.amax.window, self.seed, device, outliers, width)
+            created.seed[2] = created.steps = self.step_number
+            if path in self._unclaimed:
+                created.load(*self._unclaimed.pop(path))
             self.sites[path] = created
-        self.sites[path].weight = weight
-        return self.sites[path]
+        site = self.sites[path]
+        site.weight, site.transposed = weight, transposed
+        return site
 
     @torch.no_grad()
-    def step(self, parameters: Iterable[Tensor] | None = None, *, advance: bool = True) -> None:
-        """Once per optimizer step: roll windows, set scales, advance seeds and the schedule.
+    def before_step(self, parameters: Iterable[Tensor]) -> None:
+        """Before an optimizer's step: keep the weights of open windows, until the step is over."""
+        self._hooked = True
+        owned = {id(p) for p in parameters}
+        for site in self.sites.values():
+            if site.window is not None and id(site.weight()) in owned:
+                weight = site.matrix()
+                site.before = None if weight is None else weight.clone()
 
-        ``parameters``: only sites whose weight is among them (or that nobody trains) are rolled; None = all.
+    @torch.no_grad()
+    def step(
+        self,
+        parameters: Iterable[Tensor] | None = None,
+        *,
+        advance: bool = True,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Once per optimizer step: roll windows, set scales, choose channels, reset oscillating weights, advance seeds
+        and the schedule.
+
+        Args:
+            parameters: only linears whose weight is among them (or that nobody trains) are rolled; None = all.
+            advance: move the clock of the schedule.
+            learning_rate: of this step; a policy whose OsciReset starts at a learning rate needs it.
         """
         owned = None if parameters is None else {id(p) for p in parameters}
         sites = [s for s in self.sites.values() if owned is None or self._belongs(s, owned, advance)]
         if sites:
             self._roll([s for s in sites if s.observed])
+            self._oscillate(sites, learning_rate)
             torch._foreach_add_([s.seed[2] for s in sites], 1)
+        for site in sites:
+            site.steps += 1
+            if site.channels:
+                site.channels.after_step(site.steps)
         if advance:
             self.step_number += 1
             self.phase = phase_index(self.policy, self.step_number)
@@ -139,28 +154,90 @@ class State:
             site.acc_x.zero_()
             site.acc_g.zero_()
 
+    def _oscillate(self, sites: list[SiteState], rate: float | None) -> None:
+        """OsciReset; ``rate``: the learning rate."""
+        rule = self.policy.oscillation
+        if rule is None:
+            return
+        if rule.start_lr is not None and self.oscillation_start is None:
+            if rate is None:
+                raise StateError("oscillation.start_lr: pass learning_rate to step(), no optimizer's is known")
+            self.peak_rate = max(self.peak_rate, rate)
+            if rate < rule.start_lr * self.peak_rate:
+                self.oscillation_start = self.step_number
+        for site in sites:
+            at = oscillation.place(rule, self.oscillation_start, site.steps)
+            if at is None:
+                continue
+            weight, quantizer = site.matrix(), site.quantizer()
+            if weight is None or quantizer is None or get_format(quantizer.cast.spec.format).bits > WATCHED_BITS:
+                continue
+            if at == 0:
+                site.window = oscillation.Window.open(weight, quantizer)
+            elif site.window is not None:
+                self._watch(site, site.window, rule, at, weight, quantizer)
+            site.before = weight.clone() if site.window is not None and not self._hooked else None
+
+    @staticmethod
+    def _watch(
+        site: SiteState,
+        window: oscillation.Window,
+        rule: Oscillation,
+        at: int,
+        weight: Tensor,
+        quantizer: oscillation.Quantizer,
+    ) -> None:
+        if window.cast != quantizer.cast:
+            message = f"{site.path}: the cast of its weight changed inside an OsciReset window, which is dropped"
+            warnings.warn(message, LowbitWarning, stacklevel=2)
+            site.window = None
+        elif at <= rule.window:
+            if site.before is None:
+                raise StateError(
+                    f"{site.path}: an OsciReset window is open, but the weight before this step is unknown"
+                )
+            window.track(weight, site.before, quantizer)
+        else:
+            found = window.oscillating(rule)
+            site.resets += int(found.sum())
+            if rule.action == "reset":
+                centres = quantizer.values(quantizer.payload(weight), weight.shape[1])
+                weight.copy_(torch.where(found, centres.to(weight.dtype), weight))
+            site.window = None
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers: enough to resume bit for bit."""
+        """Plain tensors, numbers and texts: enough to resume bit for bit, in the middle of a window too."""
+        sites = {p: {k: t.clone() for k, t in s.tensors().items()} for p, s in self.sites.items()}
+        windows = {p: str(s.window.cast) for p, s in self.sites.items() if s.window is not None}
+        for path, (tensors, window) in self._unclaimed.items():
+            sites[path] = {k: t.clone() for k, t in tensors.items()}
+            windows |= {path: window} if window is not None else {}
         return {
             "version": 1,
             "policy": self.policy.id,
             "step": self.step_number,
-            "sites": {p: {k: t.clone() for k, t in s.tensors().items()} for p, s in self.sites.items()},
+            "peak_rate": self.peak_rate,
+            "oscillation_start": self.oscillation_start,
+            "resets": {p: s.resets for p, s in self.sites.items()},
+            "sites": sites,
+            "windows": windows,
         }
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Copies in place, so compiled graphs stay valid. Sites not compiled yet are created."""
+        """Copies in place, so compiled graphs stay valid. What belongs to linears not compiled yet waits for them."""
         if saved["policy"] != self.policy.id:
             raise StateError(f"state was saved under policy {saved['policy']}, this model runs policy {self.policy.id}")
         for path, tensors in saved["sites"].items():
-            site = self.sites.get(path) or self.site(path, lambda: None, tensors["amax"].device)
-            for name, tensor in site.tensors().items():
-                if tensor.shape != tensors[name].shape:
-                    saved_shape, shape = tuple(tensors[name].shape), tuple(tensor.shape)
-                    raise StateError(f"{path}.{name}: saved shape {saved_shape}, here {shape}")
-                tensor.copy_(tensors[name])
+            window = saved["windows"].get(path)
+            if path in self.sites:
+                self.sites[path].load(tensors, window)
+                self.sites[path].resets = saved["resets"].get(path, 0)
+            else:
+                self._unclaimed[path] = ({k: t.clone() for k, t in tensors.items()}, window)
         self.step_number = saved["step"]
+        self.peak_rate = saved["peak_rate"]
+        self.oscillation_start = saved["oscillation_start"]
         self.phase = phase_index(self.policy, self.step_number)
 
 
@@ -177,17 +254,27 @@ def install_step_hook() -> None:
     """Make every optimizer's ``step()`` advance the states whose weights it owns. Idempotent."""
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_step)
+        _hook = (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _owned(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, list[Tensor]]]:
+    """The states of which ``optimizer`` trains some weight, and all that it trains."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     ids = {id(p) for p in parameters}
     for state in states():
-        weights = [w for s in state.sites.values() if (w := s.weight()) is not None]
-        if not any(id(w) in ids for w in weights):
-            continue
+        if any(id(w) in ids for s in state.sites.values() if (w := s.weight()) is not None):
+            yield state, parameters
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for state, parameters in _owned(optimizer):
+        state.before_step(parameters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for state, parameters in _owned(optimizer):
         # Two optimizers may share one model: the first seen carries the clock, each rolls its own layers.
         if state._primary is None or state._primary() is None:
             state._primary = weakref.ref(optimizer)
-        state.step(parameters, advance=state._primary() is optimizer)
+        rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        state.step(parameters, advance=state._primary() is optimizer, learning_rate=rate)

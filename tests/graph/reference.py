@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-import lowbit_compile.ops  # noqa: F401  (registers the op)
+import lowbit_compile.linear  # noqa: F401  (registers the op)
 from lowbit_compile.policy import Policy
 from lowbit_compile.policy_file import load_policy
 from lowbit_compile.runtime.state import State
@@ -22,7 +22,10 @@ class EagerLinear(nn.Module):
     def __init__(self, inner: nn.Linear, path: str, state: State, policy: Policy) -> None:
         super().__init__()
         self.inner, self.path, self.state, self.policy = inner, path, state, policy
-        self.site = state.site(path, lambda: inner.weight, inner.weight.device)
+        found = policy.resolve(path, "linear").spec
+        outliers = found.outliers if found else None
+        weight = inner.weight
+        self.site = state.site(path, lambda: inner.weight, weight.device, width=weight.shape[1], outliers=outliers)
 
     def forward(self, x: Tensor) -> Tensor:
         decision = self.policy.resolve(self.path, "linear")
@@ -31,10 +34,17 @@ class EagerLinear(nn.Module):
         spec = spec_at(self.policy, decision.spec, self.state.step_number)
         observe = spec.observe and torch.is_grad_enabled()
         self.site.observed |= observe
-        s = self.site
+        s, c = self.site, self.site.channels
+        spec = replace(
+            spec,
+            observe=observe,
+            watch=spec.watch and c is not None and torch.is_grad_enabled(),
+            outliers=spec.outliers if c is not None and c.chosen else None,
+        )
+        s.compiled_as(spec, "eager")
         return torch.ops.lowbit.linear(
             x, self.inner.weight, self.inner.bias, s.amax, s.acc_x, s.acc_g, s.seed,
-            str(replace(spec, observe=observe)), "eager",
+            c.index if c else None, c.acc if c else None, str(spec), "eager",
         )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit_compile.errors import PolicyError
-from lowbit_compile.policy import CHOICES, FILE_KEYS, OPERANDS, OperandModel, Policy, Rule, matches
+from lowbit_compile.policy import Policy, Rule, matches
 from lowbit_compile.policy_file import load_policy, parse_policy, preset_names
+from lowbit_compile.recipe import CHOICES, FILE_KEYS, OPERANDS, OperandModel
 from lowbit_compile.schedule import Phase, boundaries, phase_index, spec_at
 from lowbit_compile.spec import GEMMS, GemmSpec, LinearSpec, OperandSpec, parse_linear
+from lowbit_compile.windows import Oscillation
 
 LINEARS = [f"model.layers.{i}.{n}" for i in range(12) for n in ("q_proj", "mlp.up")] + ["lm_head"]
 BASE: dict[str, Any] = {"version": 1, "recipes": {"a": "mxfp8"}, "rules": [{"match": "*", "use": "a"}]}
@@ -146,6 +148,7 @@ def test_text_changes_with_every_field() -> None:
     policy = load_policy("hif8_max_window")
     changes: dict[str, Any] = {"strict": False, "allow_empty": True, "schedule": (), "rules": policy.rules[::-1]}
     changes["amax"] = replace(policy.amax, margin=1)
+    changes["oscillation"] = Oscillation(start_step=7)
     assert set(changes) == {f.name for f in fields(Policy)}
     assert len({policy.id} | {replace(policy, **{k: v}).id for k, v in changes.items()}) == len(changes) + 1
 
