@@ -90,14 +90,27 @@ def register_state_buffer(
         sources[prefix + name] = ConstantSource("lowbit:" + prefix + name)
 
 
-def mark_dynamic_rows(tensor: torch.Tensor) -> None:
-    """Compile for any number of rows at once, not first for this one and then again."""
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+def mark_dynamic_rows(args: Any) -> None:
+    """Compile for any number of rows of the matrices in ``args``, not first for these and then again."""
+    from torch.utils._pytree import tree_leaves
+
+    for value in tree_leaves(args):
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+
+
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def raise_recompile_limit(at_least: int) -> None:
+    """Dynamo runs a frame eagerly for good once it has compiled it too often: make both its limits generous."""
     import torch._dynamo.config as config
 
+    config.recompile_limit = max(config.recompile_limit, at_least)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, at_least)
 
 
@@ -131,4 +144,4 @@ def inductor_options() -> set[str]:
 def modes() -> list[str]:
     from torch._inductor import list_mode_options
 
-    return ["default", *list_mode_options()]
+    return list(list_mode_options())

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from .. import compat
 
@@ -32,8 +31,6 @@ def run(impl: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
         code = body.__code__.replace(co_name=f"{body.__name__}_{len(_compiled)}")
         clone = types.FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
         _compiled[full] = torch.compile(clone, fullgraph=True)
-    for value in pytree.tree_leaves(args):
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            compat.mark_dynamic_rows(value)
+    compat.mark_dynamic_rows(args)
     with torch.no_grad():
         return _compiled[full](*args)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import lowbit_compile
 
+from .. import compat
 from ..errors import LowbitError
 from ..policy_file import load_policy
 from . import data
@@ -148,7 +149,7 @@ def _run(
 ) -> tuple[Run, list[dict[str, Any]]]:
     """One training run, its evaluation and its sampled line; also the report's linears where it has one."""
     torch.compiler.reset()
-    graphs_before = _graph_count()
+    graphs_before = compat.graphs_compiled()
     cuda = setup.device.startswith("cuda")
     if cuda:
         torch.cuda.empty_cache()
@@ -173,7 +174,7 @@ def _run(
     run.sample = _sample(compiled, setup)
     run.seconds = time.perf_counter() - start
     if backend != "lowbit":
-        run.graphs = _graph_count() - graphs_before
+        run.graphs = compat.graphs_compiled() - graphs_before
         run.recompiles = run.graphs - 1  # the model is one frame without graph breaks
         return run, []
     report: Any = lowbit_compile.report(model)
@@ -254,12 +255,6 @@ def _sample(compiled: Any, setup: Setup) -> str:
         ids.append(int(torch.multinomial(scores.softmax(0), 1, generator=generator)))
         context[:, len(ids) - 1] = ids[-1]
     return " ".join(data.tokenizer().decode(ids).split())
-
-
-def _graph_count() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def _peak_memory_mb(device: str) -> float:

@@ -17,8 +17,8 @@ from lowbit_compile.errors import PolicyError
 from lowbit_compile.policy import Policy, Rule, matches
 from lowbit_compile.policy_file import load_policy, parse_policy, preset_names
 from lowbit_compile.recipe import CHOICES, FILE_KEYS, OPERANDS, OperandModel
-from lowbit_compile.schedule import Phase, boundaries, phase_index, spec_at
-from lowbit_compile.spec import GEMMS, GemmSpec, LinearSpec, OperandSpec, parse_linear
+from lowbit_compile.schedule import Phase
+from lowbit_compile.spec import GEMMS, GemmSpec, LinearSpec, OperandSpec, Outliers, parse_linear
 from lowbit_compile.windows import Oscillation
 
 LINEARS = [f"model.layers.{i}.{n}" for i in range(12) for n in ("q_proj", "mlp.up")] + ["lm_head"]
@@ -134,7 +134,9 @@ def test_presets_hold_what_their_papers_say() -> None:
     assert (nvidia.wgrad.b.hadamard, nvidia.wgrad.b.source) == (16, "original")
     double = OPERANDS["nvfp4_double"]
     pair = GemmSpec(replace(double, **SR16), replace(double, **SR16, source="dequantized"))
-    assert spec("tetrajet_v2") == LinearSpec(GemmSpec(double, double), pair, pair)
+    outliers = Outliers(OPERANDS["mxfp8"], 0.1, 0, 501, 551)
+    assert spec("tetrajet_v2") == LinearSpec(GemmSpec(double, double), pair, pair, outliers)
+    assert load_policy("tetrajet_v2").oscillation == Oscillation(None, start_lr=0.35, min_flips=0)
     mx = GemmSpec(OPERANDS["mxfp8"], OPERANDS["mxfp8"])
     assert spec("mxfp8") == LinearSpec(mx, mx, mx)
     hif8 = spec("hif8_max_window")
@@ -334,66 +336,3 @@ def test_policies_built_by_hand_are_checked() -> None:
         Policy((Rule("*", replace(spec, observe=True), "r"), Rule("a", LinearSpec(), "r")))
     with pytest.raises(PolicyError, match="cover"):
         Policy((), (Phase(5, 5, keep=True),))
-
-
-def scheduled(*phases: dict[str, Any], extends: str = "hif8_max_window") -> Policy:
-    return load_policy({"version": 1, "extends": [extends], "schedule": list(phases)})
-
-
-def test_boundaries_and_phase_index() -> None:
-    late = {"from_fraction": 0.29, "total_steps": 10000, "fprop": "bf16"}
-    policy = scheduled({"until_step": 500, "use": "keep"}, late)
-    assert boundaries(policy) == (500, 2900)
-    assert [phase_index(policy, s) for s in (0, 499, 500, 2899, 2900, 10**9)] == [0, 0, 1, 1, 2, 2]
-    assert phase_index(load_policy("mxfp8"), 7) == 0
-    touching = scheduled({"until_step": 5, "use": "keep"}, {"from_step": 5, "until_step": 9, "wgrad": "bf16"})
-    assert boundaries(touching) == (5, 9)
-
-
-def test_spec_at_keeps_and_observes() -> None:
-    policy = load_policy("hif8_max_window")
-    spec = policy.resolve("fc", "linear").spec
-    assert spec is not None
-    assert spec_at(policy, spec, 499) == LinearSpec(observe=True)
-    assert spec_at(policy, spec, 500) == spec
-    current = load_policy("mxfp8").rules[0].spec or LinearSpec()
-    assert spec_at(policy, current, 0) == LinearSpec()  # no window to fill
-    assert spec_at(scheduled({"until_step": 5, "use": "keep"}), spec, 0) == LinearSpec()
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_spec_at_holds_one_gemm_high(gemm: str) -> None:
-    policy = scheduled({"from_step": 10, gemm: "bf16"}, extends="tetrajet_v2")
-    spec = policy.resolve("fc", "linear").spec
-    assert spec is not None
-    late = spec_at(policy, spec, 10)
-    assert spec_at(policy, spec, 9) == spec
-    assert getattr(late, gemm) == GemmSpec()
-    assert [getattr(late, g).quantized for g in GEMMS] == [g != gemm for g in GEMMS]
-    assert (late.dgrad.b.source == "dequantized") == (gemm == "wgrad")
-
-
-@pytest.mark.parametrize(
-    ("phases", "part"),
-    [
-        ([{"use": "keep"}], "covers every step"),
-        ([{"from_step": 5, "until_step": 5, "use": "keep"}], "covers no step"),
-        ([{"until_step": 5}], "exactly one of use: keep"),
-        ([{"until_step": 5, "use": "keep", "fprop": "bf16"}], "exactly one of use: keep"),
-        ([{"until_step": 5, "fprop": "bf16", "observe": True}], "observe goes with use: keep"),
-        ([{"from_fraction": 0.5, "use": "keep"}], "go together"),
-        ([{"from_step": 1, "from_fraction": 0.5, "total_steps": 5, "use": "keep"}], "say the same"),
-        ([{"from_fraction": 1.5, "total_steps": 5, "use": "keep"}], "found 1.5"),
-        ([{"until_step": 5, "use": "kep"}], "did you mean 'keep'?"),
-        ([{"until_step": 5, "fprop": "mxfp8"}], "found 'mxfp8'; allowed: bf16"),
-        ([{"until_stp": 5, "use": "keep"}], "did you mean 'until_step'?"),
-    ],
-)
-def test_wrong_phases(phases: list[dict[str, Any]], part: str) -> None:
-    fails(BASE | {"schedule": phases}, "schedule[0]", part)
-
-
-def test_overlaps_and_pointless_observation_are_errors() -> None:
-    phases = [{"until_step": 5, "use": "keep"}, {"from_step": 4, "fprop": "bf16"}]
-    fails(BASE | {"schedule": phases}, "schedule[1]: overlaps schedule[0] at step 4")
-    fails(BASE | {"schedule": [{"until_step": 5, "use": "keep", "observe": True}]}, "schedule[0].observe", "no effect")

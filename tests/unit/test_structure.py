@@ -37,7 +37,6 @@ PRIVATE_TORCH = {
     (f"{PACKAGE}/runtime/state.py", "torch._foreach_norm"): "public by practice: clip_grad_norm_'s own primitive",
     (f"{PACKAGE}/passes/match.py", "torch._C._nn.linear"): "what F.linear is in a graph; has no other name",
     (f"{PACKAGE}/passes/match.py", "torch._ops.HigherOrderOperator"): "the type of checkpoint and cond nodes",
-    (f"{PACKAGE}/demo/train.py", "torch._dynamo.utils.counters"): "a count that the demo prints; no numerics",
 }
 
 Check = Callable[[str, str], list[str]]
