@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -22,6 +23,9 @@ from lowbit_compile import compat
 from lowbit_compile.errors import UnsupportedError
 
 Look = Callable[[GraphModule], Any]
+
+
+NUMBERS = itertools.count()
 
 
 class Block(nn.Module):
@@ -167,8 +171,8 @@ def test_guard_identity_recompiles_for_another_object(guarded: bool) -> None:
 
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of integers, as runtime/phases.py is."""
-    module: Any = types.ModuleType("lowbit_test_phases")
+    """A module of integers, as runtime/phases.py is. Its name is its own: a frame's globals keep what guards import."""
+    module: Any = types.ModuleType(f"lowbit_test_phases{next(NUMBERS)}")
     module.state0, module.state1 = 0, 0
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
@@ -212,7 +216,6 @@ def test_raise_recompile_limit_lets_equal_blocks_compile(at_least: int, compiles
 
 def test_raise_recompile_limit_lets_one_model_recompile(phases: Any) -> None:
     """Phases, training or not, gradients or not: one model has as many graphs as they multiply to."""
-    torch._dynamo.reset()  # a frame that once hit a limit is never compiled again
     backend, seen = looking(lambda gm: compat.guard_equals(phases.__name__, "state0"))
     run = torch.compile(Block(), backend=backend)
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=3):
