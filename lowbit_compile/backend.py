@@ -32,9 +32,9 @@ from .policy import Decision, Policy
 from .policy_file import load_policy
 from .report import Report, SiteRecord
 from .runtime import phases
+from .runtime.site import SiteState
 from .runtime.state import State, install_step_hook
-from .schedule import boundaries, spec_at
-from .spec import LinearSpec
+from .schedule import boundaries
 
 OPTIONS = {
     "policy": "preset name, path, dict or Policy (default tetrajet_v2)",
@@ -154,44 +154,38 @@ def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Optio
     if spec is None:
         compiled.records[name.path] = _record(site, name.path, decision, "kept")
         return None
-    now = spec_at(opts.policy, spec, compiled.state.step_number)
-    observe = now.observe and torch.is_grad_enabled()
     state = compiled.state.site(
-        name.path,
-        name.live,
-        value.device,
-        width=site.shape[1],
-        outliers=spec.outliers,
-        transposed=site.stored_in_out,
+        name.path, spec, name.live, value.device, width=site.shape[1], transposed=site.stored_in_out
     )
-    if now.outliers is not None and not (state.channels and state.channels.chosen):
-        now = replace(now, outliers=None)
-        if state.channels:
-            steps = f"{state.channels.rule.start} to {state.channels.rule.stop}"
-            message = f"{name.path}: no outlier channels, its input was not seen in training steps {steps}"
-            warnings.warn(message, LowbitWarning, stacklevel=2)
-    state.observed |= observe
-    watch = now.watch and torch.is_grad_enabled() and state.channels is not None
-    now = replace(now, observe=observe, watch=watch)
-    impl = f"{opts.reference} {implementation_hash()} {opts.inner}"
-    state.compiled_as(now, impl)
+    now, train = compiled.state.numerics(state), torch.is_grad_enabled()
+    now = replace(now, observe=now.observe and train, watch=now.watch and train)
+    state.observed |= now.observe
+    state.impl = f"{opts.reference} {implementation_hash()} {opts.inner}"
     record = _record(site, name.path, replace(decision, spec=now), f"reference ({opts.reference})")
-    compiled.records[name.path] = replace(record, state=_describe(opts.policy, spec, site.shape[1]))
-    return Edit(site, name.path, now, impl, state)
+    beside, problem = _describe(compiled.state, state)
+    compiled.records[name.path] = replace(record, state=beside)
+    if problem:
+        warnings.warn(f"{name.path}: {problem}", LowbitWarning, stacklevel=2)
+    return Edit(site, name.path, now, state.impl, state)
 
 
-def _describe(policy: Policy, spec: LinearSpec, width: int) -> str:
-    """What runs beside one linear between its steps."""
-    found = []
-    if spec.delayed:
-        found.append(f"amax over {policy.amax.window} steps")
-    if spec.outliers is not None:
-        count = spec.outliers.channels(width)
-        chosen = f"{count} of {width} channels in {spec.outliers.operand.format} from step {spec.outliers.stop}"
-        found.append(chosen if count else f"no outlier channels: {width} are too few for a block of them")
+def _describe(state: State, site: SiteState) -> tuple[str, str]:
+    """What runs beside one linear between its steps, and what should but can't."""
+    policy, spec, problem = state.policy, site.spec, ""
+    found = [f"amax over {policy.amax.window} steps"] if spec.delayed else []
+    if (outliers := spec.outliers) is not None and site.channels is None:
+        found.append(f"no outlier channels: {site.width} are too few for a block of them")
+    elif outliers is not None and site.channels is not None:
+        found.append(
+            f"{site.channels.index.numel()} of {site.width} channels in {outliers.operand.format} from step {outliers.stop}"
+        )
+        if state.step_number >= outliers.stop and not site.channels.chosen:
+            steps = f"training steps {outliers.start} to {outliers.stop}"
+            problem = f"no outlier channels, no finite input was seen in {steps}"
+            found[-1] = problem
     if policy.oscillation is not None and spec.fprop.b.quantized:
         found.append(f"oscillation {policy.oscillation.action} every {policy.oscillation.period} steps")
-    return "; ".join(found)
+    return "; ".join(found), problem
 
 
 def _record(site: LinearSite, path: str, decision: Decision, implementation: str) -> SiteRecord:
@@ -271,6 +265,9 @@ def state(model: nn.Module) -> State:
     return found[0].state
 
 
-def step(model: nn.Module) -> None:
-    """Advance ``model``'s state by one step: for training loops that don't use a torch optimizer."""
-    state(model).step()
+def step(model: nn.Module, *, learning_rate: float | None = None) -> None:
+    """Advance ``model``'s state by one step: for training loops that don't use a torch optimizer.
+
+    ``learning_rate`` of this step is needed where the policy's OsciReset starts at a learning rate (``start_lr``).
+    """
+    state(model).step(learning_rate=learning_rate)

@@ -135,6 +135,14 @@ def inner_compiler(name: str, mode: str | None, config: dict[str, Any]) -> Calla
     return lambda gm, inputs: compile_fx(gm, inputs, config_patches=patches)
 
 
+def exact_options() -> dict[str, Any]:
+    """Inductor options under which compiled arithmetic has eager's bits: IEEE division and subnormals on CUDA."""
+    wanted = {"eager_numerics.division_rounding": True, "eager_numerics.disable_ftz": True}
+    if missing := set(wanted) - inductor_options():
+        raise _missing(f"Inductor option {', '.join(sorted(missing))}", "compiled quantization can't be exact")
+    return wanted
+
+
 def inductor_options() -> set[str]:
     from torch._inductor import list_options
 

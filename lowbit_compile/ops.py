@@ -35,6 +35,11 @@ def part_of(x: Tensor, part: str, channels: Tensor | None) -> Tensor:
     return x.index_fill(1, channels, 0.0) if part == REST else x.index_select(1, channels)
 
 
+def width_of(x: Tensor, part: str, channels: Tensor | None) -> int:
+    """Columns of :func:`part_of`."""
+    return channels.shape[0] if part == OUTLIERS and channels is not None else x.shape[1]
+
+
 @lru_cache(maxsize=256)
 def _streams(name: str, device: torch.device) -> Tensor:
     """int64[2]: Philox streams of the operand's noise and of its GEMM's signs. A tensor, so that casts of different
@@ -111,11 +116,8 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
         return done[cast]
 
     def read_back(casts: tuple[Cast, ...]) -> Tensor:
-        values = [run_dequantize(impl, straight(c), c.spec) for c in casts]
-        if casts[0].part == OUTLIERS:
-            return values[0]
-        whole = values[0][:, : x.shape[1]]
-        return whole if len(casts) == 1 or channels is None else whole.index_copy(1, channels, values[1])
+        values = [run_dequantize(impl, straight(c), c.spec)[:, : width_of(x, c.part, channels)] for c in casts]
+        return values[0] if len(casts) == 1 or channels is None else values[0].index_copy(1, channels, values[1])
 
     results: list[Tensor] = []
     for job in parse_jobs(text):
@@ -176,9 +178,7 @@ def quantize_op(x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor | None, 
 def _(x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor | None, jobs: str, impl: str) -> list[Tensor]:
     found = []
     for job in parse_jobs(jobs):
-        rows, k = x.shape
-        if job.cast.part == OUTLIERS and channels is not None:
-            k = channels.shape[0]
+        rows, k = x.shape[0], width_of(x, job.cast.part, channels)
         if job.transposed:
             rows, k = k, rows
         found += [x.new_empty(shape, dtype=dtype) for shape, dtype in payload_like(rows, k, job.cast.spec)]

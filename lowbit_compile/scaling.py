@@ -27,8 +27,14 @@ E4M3_ROUNDINGS = {"nearest": "rne", "ceil": "up", "floor": "down"}
 
 
 def divide(x: Tensor, value: float) -> Tensor:
-    """x / value, correctly rounded, float32. A Python divisor won't do: CUDA multiplies by its reciprocal instead."""
-    return x / torch.full((), value, dtype=torch.float32, device=x.device)
+    """x / value, correctly rounded, float32. The divisor depends on x for show: by a constant, CUDA's eager kernels and
+    Inductor's GPU code multiply by its reciprocal instead (one ulp off now and then; torch 2.11 and 2.13)."""
+    return x / torch.where(x.isnan(), 1.0, value)
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / x, correctly rounded, float32; a constant numerator keeps Inductor (torch 2.11) from exact division."""
+    return torch.where(x.isnan(), x, 1.0) / x
 
 
 def _finite_or_nan(amax: Tensor) -> Tensor:
@@ -152,4 +158,4 @@ def inverse(scale: Tensor, kind: str, outer: Tensor | None = None) -> Tensor:
         return e8m0_value(torch.where(code == E8M0_NAN, E8M0_NAN, E8M0_MAX - code))
     value = scale_value(scale, kind)
     product = value if outer is None else outer * value
-    return torch.where(product == 0, 0.0, product.reciprocal().clamp(max=FLT_MAX))
+    return torch.where(product == 0, 0.0, reciprocal(product).clamp(max=FLT_MAX))

@@ -80,7 +80,7 @@ def setup_for(device: str | None, steps: int | None, seed: int) -> Setup:
     if steps is not None and steps <= WARM_STEPS:
         raise LowbitError(f"steps is {steps}; the demo needs more than {WARM_STEPS}, which warm up and aren't timed")
     if kind == "cuda":
-        return Setup(GPU_CONFIG, 16, steps or 300, 6e-4, 16, where, seed)
+        return Setup(GPU_CONFIG, 16, steps or 200, 6e-4, 16, where, seed)
     return Setup(CPU_CONFIG, 8, steps or 120, 3e-3, 16, where, seed)
 
 

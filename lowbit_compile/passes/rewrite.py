@@ -33,24 +33,27 @@ def rewrite(root: GraphModule, edits: Iterable[Edit]) -> int:
     originals = {key: _copy(gm.graph) for key, gm in owners.items()}
     names = {key: set(gm._buffers) for key, gm in owners.items()}
     lifted: dict[tuple[int, int], str] = {}
-    for edit in edits:
-        try:
-            _apply(root, edit, lifted)
-        except Exception as error:
-            for key, gm in owners.items():
-                gm.graph = originals[key]
-                for name in set(gm._buffers) - names[key]:
-                    delattr(gm, name)
-            if isinstance(error, LowbitError):
-                raise
-            raise RewriteError(f"{edit.path}: rewriting {edit.site.node.format_node()} failed: {error!r}") from error
-    for gm in [root, *owners.values()]:
-        gm.graph.lint()
-        gm.recompile()
+    replaced: dict[Node, Node] = {}  # a linear may be the input of the next
+    path = ""
+    try:
+        for edit in edits:
+            path = edit.path
+            _apply(root, edit, lifted, replaced)
+        for gm in [root, *owners.values()]:
+            gm.graph.lint()
+            gm.recompile()
+    except Exception as error:
+        for key, gm in owners.items():
+            gm.graph = originals[key]
+            for name in set(gm._buffers) - names[key]:
+                delattr(gm, name)
+        if isinstance(error, LowbitError):
+            raise
+        raise RewriteError(f"{path}: the linear can't be rewritten, its graph is as it was: {error!r}") from error
     return len(edits)
 
 
-def _apply(root: GraphModule, edit: Edit, lifted: dict[tuple[int, int], str]) -> None:
+def _apply(root: GraphModule, edit: Edit, lifted: dict[tuple[int, int], str], replaced: dict[Node, Node]) -> None:
     site, gm = edit.site, edit.site.owner
 
     def attribute(tensor: torch.Tensor) -> Node:
@@ -67,12 +70,12 @@ def _apply(root: GraphModule, edit: Edit, lifted: dict[tuple[int, int], str]) ->
         index = attribute(channels.index) if channels and edit.spec.outliers else None
         norms = attribute(channels.acc) if channels and edit.spec.watch else None
         weight = gm.graph.call_method("t", (site.weight,)) if site.stored_in_out else site.weight
-        new = gm.graph.call_function(
-            linear.OP, (site.x, weight, site.bias, *state, index, norms, str(edit.spec), edit.impl)
-        )
+        x, bias = replaced.get(site.x, site.x), None if site.bias is None else replaced.get(site.bias, site.bias)
+        new = gm.graph.call_function(linear.OP, (x, weight, bias, *state, index, norms, str(edit.spec), edit.impl))
     new.meta.update(site.node.meta)
     site.node.replace_all_uses_with(new)
     gm.graph.erase_node(site.node)
+    replaced[site.node] = new
 
 
 def _copy(graph: Graph) -> Graph:

@@ -37,7 +37,7 @@ class Channels:
         return cls(rule, index, torch.zeros(width, device=device), torch.zeros(width, device=device))
 
     def after_step(self, steps: int) -> None:
-        """``steps``: optimizer steps that this linear has had, this one too."""
+        """``steps``: optimizer steps that the model has had. A step with a norm that is not finite doesn't count."""
         if self.rule.start < steps <= self.rule.stop:
             if bool(self.acc.isfinite().all()):
                 self.norms += self.acc

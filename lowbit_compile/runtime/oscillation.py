@@ -50,6 +50,7 @@ class Window:
 
     ``payload``: Q(w) of the last tracked step. ``moved``: sum of |change of w|, ``jumped``: of |change of Q(w)|, both
     bfloat16 [N, K]. ``flips`` u8 [N, K]: changes of Q(w)'s element, saturating. ``cast``: under which it was opened.
+    Where code between two optimizer steps changes weights (a projection), ``jumped`` counts that, ``moved`` doesn't.
     """
 
     cast: Cast
@@ -84,10 +85,11 @@ class Window:
         return {"window_moved": self.moved, "window_jumped": self.jumped, "window_flips": self.flips, **payload}
 
     @classmethod
-    def restore(cls, text: str, saved: dict[str, Tensor]) -> Window:
+    def restore(cls, text: str, saved: dict[str, Tensor], device: torch.device) -> Window:
         """From ``str(cast)`` and :meth:`tensors`."""
-        payload = [saved[n].clone() for n in sorted(saved) if n.startswith("window_payload")]
-        return cls(parse_cast(text), payload, *(saved[f"window_{n}"].clone() for n in ("moved", "jumped", "flips")))
+        copies = {name: t.clone().to(device) for name, t in saved.items() if name.startswith("window_")}
+        payload = [copies[name] for name in sorted(copies) if name.startswith("window_payload")]
+        return cls(parse_cast(text), payload, *(copies[f"window_{n}"] for n in ("moved", "jumped", "flips")))
 
 
 def place(rule: Oscillation, start: int | None, step: int) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
 from ..jobs import ALL, REST, Cast
-from ..spec import LinearSpec, Outliers
+from ..spec import LinearSpec
 from . import oscillation
 from .channels import Channels
 
@@ -20,6 +21,7 @@ from .channels import Channels
 class SiteState:
     """Tensors of one linear; they never move, so compiled graphs keep their pointers.
 
+    ``spec``: the policy's numerics before any schedule. ``width``: input channels.
     ``amax`` f32[3]: amax of x, w, g used for delayed scaling, 0 = nothing observed yet; read-only in graphs.
     ``acc_x``, ``acc_g`` f32[]: running max of this step, written by forward and by backward only.
     ``seed`` i64[4]: key words, optimizer step, site number (see :mod:`..random_bits`); read-only in graphs.
@@ -29,6 +31,8 @@ class SiteState:
     """
 
     path: str
+    spec: LinearSpec
+    width: int
     amax: Tensor
     acc_x: Tensor
     acc_g: Tensor
@@ -41,23 +45,21 @@ class SiteState:
     weight: Callable[[], Tensor | None] = lambda: None
     transposed: bool = False
     impl: str = "eager"
-    cast: Cast | None = None
     window: oscillation.Window | None = None
     before: Tensor | None = None
     resets: int = 0
 
     @classmethod
-    def create(
-        cls, path: str, window: int, seed: int, device: torch.device, outliers: Outliers | None, width: int
-    ) -> SiteState:
+    def create(cls, path: str, spec: LinearSpec, window: int, seed: int, device: torch.device, width: int) -> SiteState:
+        """State of the linear at ``path``, of ``width`` input channels, under the policy's ``spec``."""
         words = [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, 0, zlib.crc32(path.encode())]
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
 
         key = torch.tensor(words, dtype=torch.int64, device=device)
-        channels = None if outliers is None else Channels.create(outliers, width, device)
-        return cls(path, zeros(3), zeros(), zeros(), key, zeros(window, 3), channels)
+        channels = None if spec.outliers is None else Channels.create(spec.outliers, width, device)
+        return cls(path, spec, width, zeros(3), zeros(), zeros(), key, zeros(window, 3), channels)
 
     def matrix(self) -> Tensor | None:
         """The weight [N, K] as it is now, a view of the parameter; None where it is gone or no matrix."""
@@ -66,17 +68,13 @@ class SiteState:
             return None
         return weight.detach().t() if self.transposed else weight.detach()
 
-    def compiled_as(self, spec: LinearSpec, impl: str) -> None:
-        """Note the numerics of the graph that was compiled last: its cast of w is what OsciReset watches."""
-        quantized = spec.fprop.b.quantized
-        self.cast = Cast("fprop.w", spec.fprop.b, REST if spec.outliers else ALL) if quantized else None
-        self.impl = impl
-
-    def quantizer(self) -> oscillation.Quantizer | None:
-        if self.cast is None:
+    def quantizer(self, now: LinearSpec) -> oscillation.Quantizer | None:
+        """The cast that fprop makes of the weight under ``now``, None where it makes none."""
+        if not now.fprop.b.quantized:
             return None
+        cast = Cast("fprop.w", now.fprop.b, REST if now.outliers else ALL)
         channels = self.channels.index if self.channels else None
-        return oscillation.Quantizer(self.cast, self.impl, self.amax, self.seed, channels)
+        return oscillation.Quantizer(cast, self.impl, self.amax, self.seed, channels)
 
     def tensors(self) -> dict[str, Tensor]:
         found = {
@@ -86,23 +84,34 @@ class SiteState:
         found |= self.window.tensors() if self.window else {}
         return found if self.before is None else found | {"window_before": self.before}
 
-    def load(self, saved: dict[str, Tensor], window: str | None) -> None:
-        """Copy ``saved`` in place (see :meth:`tensors`); ``window``: the cast of the open window, if there is one.
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all tensors, the counters, and the cast of an open window as text."""
+        return {
+            "tensors": {name: t.clone() for name, t in self.tensors().items()},
+            "counters": {"resets": self.resets, "ignored": list(self.ignored)},
+            "window": None if self.window is None else str(self.window.cast),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Copy what :meth:`state_dict` gave, in place.
 
         Raises :class:`StateError` where a tensor is missing or has another shape; nothing is copied then.
         """
+        tensors = saved["tensors"]
         fixed = {k: t for k, t in self.tensors().items() if not k.startswith("window_")}
         for name, tensor in fixed.items():
-            if name not in saved:
-                raise StateError(f"{self.path}.{name}: missing in what was saved; it holds {', '.join(saved)}")
-            if tensor.shape != saved[name].shape:
-                raise StateError(
-                    f"{self.path}.{name}: saved shape {tuple(saved[name].shape)}, here {tuple(tensor.shape)}"
-                )
+            if name not in tensors:
+                raise StateError(f"{self.path}.{name}: missing in what was saved; it holds {', '.join(tensors)}")
+            if tensor.shape != tensors[name].shape:
+                was, here = tuple(tensors[name].shape), tuple(tensor.shape)
+                raise StateError(f"{self.path}.{name}: saved shape {was}, here {here}")
         for name, tensor in fixed.items():
-            tensor.copy_(saved[name])
-        self.window = None if window is None else oscillation.Window.restore(window, saved)
-        self.before = saved["window_before"].clone() if "window_before" in saved else None
+            tensor.copy_(tensors[name])
+        device = self.seed.device
+        window = saved["window"]
+        self.window = None if window is None else oscillation.Window.restore(window, tensors, device)
+        self.before = tensors["window_before"].clone().to(device) if "window_before" in tensors else None
+        self.resets, self.ignored = saved["counters"]["resets"], list(saved["counters"]["ignored"])
         self.steps = int(self.seed[2])
         if self.channels:
             self.channels.chosen = bool(self.channels.index[0] >= 0)

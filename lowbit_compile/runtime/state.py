@@ -7,10 +7,12 @@ graphs depend on the schedule only through a guard on the state's entry in :mod:
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..errors import LowbitWarning, StateError
 from ..formats import get_format
 from ..policy import Policy
-from ..schedule import phase_index
-from ..spec import Outliers
+from ..schedule import boundaries, phase_index, spec_at
+from ..spec import LinearSpec
 from ..windows import Oscillation
 from . import oscillation, phases
 from .site import SiteState
@@ -37,24 +39,26 @@ class State:
         self.seed = seed
         self.step_number = 0
         self.phase_name = f"state{next(_numbers)}"
-        self.phase = 0
+        self._loads = 0
+        self._set_phase()
         self.sites: dict[str, SiteState] = {}
         self.peak_rate = 0.0
         self.oscillation_start = policy.oscillation.start_step if policy.oscillation else None
         self._hooked = False
-        self._unclaimed: dict[str, tuple[dict[str, Tensor], str | None]] = {}  # loaded, but not compiled here yet
+        self._unclaimed: dict[str, dict[str, Any]] = {}  # loaded, but not compiled here yet
         self._root = weakref.ref(root) if root is not None else None
         self._primary: weakref.ref[Any] | None = None
         _live.add(self)
 
     @property
     def phase(self) -> int:
-        """Number of schedule boundaries passed."""
+        """What compiled graphs are guarded by: it changes when the numerics of some linear may have."""
         return int(getattr(phases, self.phase_name))
 
-    @phase.setter
-    def phase(self, value: int) -> None:
-        setattr(phases, self.phase_name, value)
+    def _set_phase(self) -> None:
+        """The schedule boundaries passed; a load counts as one, since graphs know which channels were chosen."""
+        index = phase_index(self.policy, self.step_number)
+        setattr(phases, self.phase_name, index + self._loads * (1 + len(boundaries(self.policy))))
 
     @property
     def root(self) -> nn.Module | None:
@@ -63,28 +67,35 @@ class State:
     def site(
         self,
         path: str,
+        spec: LinearSpec,
         weight: Callable[[], Tensor | None],
         device: torch.device,
         *,
         width: int,
-        outliers: Outliers | None = None,
         transposed: bool = False,
     ) -> SiteState:
         """Get or create; a second compile of the same layer shares its tensors.
 
         Args:
+            spec: the policy's numerics of this layer, before any schedule.
             weight: gives the parameter as it is now, [N, K], or [K, N] where ``transposed``; K is ``width``.
-            outliers: the policy's outlier channels of this layer.
         """
         if path not in self.sites:
-            created = SiteState.create(path, self.policy.amax.window, self.seed, device, outliers, width)
+            created = SiteState.create(path, spec, self.policy.amax.window, self.seed, device, width)
             created.seed[2] = created.steps = self.step_number
             if path in self._unclaimed:
-                created.load(*self._unclaimed.pop(path))
+                created.load(self._unclaimed.pop(path))
             self.sites[path] = created
         site = self.sites[path]
         site.weight, site.transposed = weight, transposed
         return site
+
+    def numerics(self, site: SiteState) -> LinearSpec:
+        """What ``site`` computes at this step, training or not."""
+        now = spec_at(self.policy, site.spec, self.step_number)
+        if site.channels is None:
+            return replace(now, outliers=None, watch=False)
+        return now if site.channels.chosen else replace(now, outliers=None)
 
     @torch.no_grad()
     def before_step(self, parameters: Iterable[Tensor]) -> None:
@@ -112,19 +123,22 @@ class State:
             advance: move the clock of the schedule.
             learning_rate: of this step; a policy whose OsciReset starts at a learning rate needs it.
         """
+        if advance:
+            self._start_oscillation(learning_rate)
         owned = None if parameters is None else {id(p) for p in parameters}
         sites = [s for s in self.sites.values() if owned is None or self._belongs(s, owned, advance)]
         if sites:
             self._roll([s for s in sites if s.observed])
-            self._oscillate(sites, learning_rate)
+            self._oscillate(sites)
             torch._foreach_add_([s.seed[2] for s in sites], 1)
         for site in sites:
             site.steps += 1
-            if site.channels:
-                site.channels.after_step(site.steps)
         if advance:
             self.step_number += 1
-            self.phase = phase_index(self.policy, self.step_number)
+            for site in self.sites.values():
+                if site.channels:
+                    site.channels.after_step(self.step_number)
+            self._set_phase()
 
     @staticmethod
     def _belongs(site: SiteState, owned: set[int], advance: bool) -> bool:
@@ -154,22 +168,31 @@ class State:
             site.acc_x.zero_()
             site.acc_g.zero_()
 
-    def _oscillate(self, sites: list[SiteState], rate: float | None) -> None:
-        """OsciReset; ``rate``: the learning rate."""
+    def _start_oscillation(self, rate: float | None) -> None:
+        """Note the step at which the learning rate ``rate`` has fallen far enough for OsciReset."""
+        rule = self.policy.oscillation
+        if rule is None or rule.start_lr is None or self.oscillation_start is not None:
+            return
+        if rate is None:
+            raise StateError("oscillation.start_lr: pass learning_rate to step(), no optimizer's is known")
+        self.peak_rate = max(self.peak_rate, rate)
+        if rate < rule.start_lr * self.peak_rate:
+            self.oscillation_start = self.step_number
+
+    def _oscillate(self, sites: list[SiteState]) -> None:
+        """OsciReset."""
         rule = self.policy.oscillation
         if rule is None:
             return
-        if rule.start_lr is not None and self.oscillation_start is None:
-            if rate is None:
-                raise StateError("oscillation.start_lr: pass learning_rate to step(), no optimizer's is known")
-            self.peak_rate = max(self.peak_rate, rate)
-            if rate < rule.start_lr * self.peak_rate:
-                self.oscillation_start = self.step_number
         for site in sites:
             at = oscillation.place(rule, self.oscillation_start, site.steps)
             if at is None:
                 continue
-            weight, quantizer = site.matrix(), site.quantizer()
+            weight, quantizer = site.matrix(), site.quantizer(self.numerics(site))
+            if site.window is not None and at > 0 and (quantizer is None or quantizer.cast != site.window.cast):
+                message = f"{site.path}: the cast of its weight changed inside an OsciReset window, which is dropped"
+                warnings.warn(message, LowbitWarning, stacklevel=2)
+                site.window = site.before = None
             if weight is None or quantizer is None or get_format(quantizer.cast.spec.format).bits > WATCHED_BITS:
                 continue
             if at == 0:
@@ -187,40 +210,28 @@ class State:
         weight: Tensor,
         quantizer: oscillation.Quantizer,
     ) -> None:
-        if window.cast != quantizer.cast:
-            message = f"{site.path}: the cast of its weight changed inside an OsciReset window, which is dropped"
-            warnings.warn(message, LowbitWarning, stacklevel=2)
-            site.window = None
-        elif at <= rule.window:
+        """One step inside an open window: track, or act and close."""
+        if at <= rule.window:
             if site.before is None:
-                raise StateError(
-                    f"{site.path}: an OsciReset window is open, but the weight before this step is unknown"
-                )
+                raise StateError(f"{site.path}: OsciReset's window is open, but the weight before this step is unknown")
             window.track(weight, site.before, quantizer)
-        else:
-            found = window.oscillating(rule)
-            site.resets += int(found.sum())
-            if rule.action == "reset":
-                centres = quantizer.values(quantizer.payload(weight), weight.shape[1])
-                weight.copy_(torch.where(found, centres.to(weight.dtype), weight))
-            site.window = None
+            return
+        found = window.oscillating(rule)
+        site.resets += int(found.sum())
+        if rule.action == "reset":
+            centres = quantizer.values(quantizer.payload(weight), weight.shape[1])
+            weight.copy_(torch.where(found, centres.to(weight.dtype), weight))
+        site.window = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and texts: enough to resume bit for bit, in the middle of a window too."""
-        sites = {p: {k: t.clone() for k, t in s.tensors().items()} for p, s in self.sites.items()}
-        windows = {p: str(s.window.cast) for p, s in self.sites.items() if s.window is not None}
-        for path, (tensors, window) in self._unclaimed.items():
-            sites[path] = {k: t.clone() for k, t in tensors.items()}
-            windows |= {path: window} if window is not None else {}
         return {
             "version": 1,
             "policy": self.policy.id,
             "step": self.step_number,
             "peak_rate": self.peak_rate,
             "oscillation_start": self.oscillation_start,
-            "resets": {p: s.resets for p, s in self.sites.items()},
-            "sites": sites,
-            "windows": windows,
+            "sites": self._unclaimed | {path: site.state_dict() for path, site in self.sites.items()},
         }
 
     @torch.no_grad()
@@ -228,17 +239,16 @@ class State:
         """Copies in place, so compiled graphs stay valid. What belongs to linears not compiled yet waits for them."""
         if saved["policy"] != self.policy.id:
             raise StateError(f"state was saved under policy {saved['policy']}, this model runs policy {self.policy.id}")
-        for path, tensors in saved["sites"].items():
-            window = saved["windows"].get(path)
+        for path, site in saved["sites"].items():
             if path in self.sites:
-                self.sites[path].load(tensors, window)
-                self.sites[path].resets = saved["resets"].get(path, 0)
+                self.sites[path].load(site)
             else:
-                self._unclaimed[path] = ({k: t.clone() for k, t in tensors.items()}, window)
+                self._unclaimed[path] = copy.deepcopy(site)
         self.step_number = saved["step"]
         self.peak_rate = saved["peak_rate"]
         self.oscillation_start = saved["oscillation_start"]
-        self.phase = phase_index(self.policy, self.step_number)
+        self._loads += any(site.channels for site in self.sites.values())
+        self._set_phase()
 
 
 _numbers = itertools.count()

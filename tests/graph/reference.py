@@ -15,36 +15,25 @@ import lowbit_compile.linear  # noqa: F401  (registers the op)
 from lowbit_compile.policy import Policy
 from lowbit_compile.policy_file import load_policy
 from lowbit_compile.runtime.state import State
-from lowbit_compile.schedule import spec_at
 
 
 class EagerLinear(nn.Module):
     def __init__(self, inner: nn.Linear, path: str, state: State, policy: Policy) -> None:
         super().__init__()
         self.inner, self.path, self.state, self.policy = inner, path, state, policy
-        found = policy.resolve(path, "linear").spec
-        outliers = found.outliers if found else None
-        weight = inner.weight
-        self.site = state.site(path, lambda: inner.weight, weight.device, width=weight.shape[1], outliers=outliers)
+        weight, spec = inner.weight, policy.resolve(path, "linear").spec
+        self.site = spec and state.site(path, spec, lambda: inner.weight, weight.device, width=weight.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        decision = self.policy.resolve(self.path, "linear")
-        if decision.spec is None:
+        if self.site is None:
             return self.inner(x)
-        spec = spec_at(self.policy, decision.spec, self.state.step_number)
-        observe = spec.observe and torch.is_grad_enabled()
-        self.site.observed |= observe
         s, c = self.site, self.site.channels
-        spec = replace(
-            spec,
-            observe=observe,
-            watch=spec.watch and c is not None and torch.is_grad_enabled(),
-            outliers=spec.outliers if c is not None and c.chosen else None,
-        )
-        s.compiled_as(spec, "eager")
+        now, train = self.state.numerics(s), torch.is_grad_enabled()
+        now = replace(now, observe=now.observe and train, watch=now.watch and train)
+        s.observed |= now.observe
         return torch.ops.lowbit.linear(
             x, self.inner.weight, self.inner.bias, s.amax, s.acc_x, s.acc_g, s.seed,
-            c.index if c else None, c.acc if c else None, str(spec), "eager",
+            c.index if c else None, c.acc if c else None, str(now), "eager",
         )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_compile
+from lowbit_compile.backend import lowbit as lowbit_backend
+from lowbit_compile.passes import rewrite
 from lowbit_compile.policy_file import load_policy
 from lowbit_compile.quantize import fake_quantize
 
@@ -160,9 +162,9 @@ def test_eval_leaves_state_alone():
     with torch.inference_mode():
         run(100 * torch.randn(8, 40))
     after = lowbit_compile.state(model).state_dict()
-    for path, tensors in before["sites"].items():
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, after["sites"][path][key]), (path, key)
+    for path, site in before["sites"].items():
+        for key, tensor in site["tensors"].items():
+            assert torch.equal(tensor, after["sites"][path]["tensors"][key]), (path, key)
 
 
 def test_schedule_recompiles_once_per_boundary():
@@ -285,6 +287,43 @@ def test_nan_input_is_not_laundered():
         y = compiled(model, everywhere(preset))(x)
         assert y[5].isnan().all(), preset
         torch._dynamo.reset()
+
+
+def test_a_linear_that_feeds_the_next():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    twin, twin_state = eager_twin(model, "tetrajet_v2")
+    batches = [torch.randn(16, 32) for _ in range(3)]
+    losses = train(compiled(model, "tetrajet_v2"), torch.optim.SGD(model.parameters(), 1e-3), batches)
+    assert torch.equal(losses, train(twin, torch.optim.SGD(twin.parameters(), 1e-3), batches))
+    assert_same(model, twin, lowbit_compile.state(model), twin_state)
+
+
+@pytest.mark.parametrize("fault", ["second site", "lint"])
+def test_a_failing_rewrite_leaves_the_graph_as_it_was(fault, monkeypatch):
+    seen = []
+
+    def backend(gm, inputs):
+        before, buffers = gm.print_readable(print_output=False), set(gm._buffers)
+        try:
+            lowbit_backend(gm, inputs, options={"policy": "mxfp8", **FAST})
+        finally:
+            seen.append(gm.print_readable(print_output=False) == before and set(gm._buffers) == buffers)
+
+    original = rewrite._apply
+
+    def failing(root, edit, *args):
+        if edit.path == "mid":
+            raise KeyError("broken on purpose")
+        original(root, edit, *args)
+
+    if fault == "lint":
+        monkeypatch.setattr(torch.fx.Graph, "lint", lambda graph: 1 / 0)
+    else:
+        monkeypatch.setattr(rewrite, "_apply", failing)
+    with pytest.raises(Exception, match="can't be rewritten") as caught:
+        torch.compile(Mlp(), backend=backend)(torch.randn(16, 40))
+    assert ("mid" if fault == "second site" else "down") in str(caught.value)
+    assert seen == [True]
 
 
 def test_empty_batch():

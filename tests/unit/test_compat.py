@@ -359,3 +359,15 @@ def test_inductor_options_and_modes() -> None:
 
 def test_modes_are_listed_once() -> None:
     assert len(compat.modes()) == len(set(compat.modes()))
+
+
+def test_exact_options_are_inductors() -> None:
+    x, y = torch.rand(64) + 1e-3, torch.rand(64) + 1e-3
+    run = torch.compile(lambda a, b: a / b, options=compat.exact_options())
+    assert torch.equal(run(x, y), x / y)
+
+
+def test_exact_options_missing_from_torch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "inductor_options", lambda: {"eager_numerics.division_rounding"})
+    with pytest.raises(UnsupportedError, match="disable_ftz"):
+        compat.exact_options()
