@@ -176,9 +176,8 @@ def _describe(state: State, site: SiteState) -> tuple[str, str]:
     if (outliers := spec.outliers) is not None and site.channels is None:
         found.append(f"no outlier channels: {site.width} are too few for a block of them")
     elif outliers is not None and site.channels is not None:
-        found.append(
-            f"{site.channels.index.numel()} of {site.width} channels in {outliers.operand.format} from step {outliers.stop}"
-        )
+        count, name = site.channels.index.numel(), outliers.operand.format
+        found.append(f"{count} of {site.width} channels in {name} from step {outliers.stop}")
         if state.step_number >= outliers.stop and not site.channels.chosen:
             steps = f"training steps {outliers.start} to {outliers.stop}"
             problem = f"no outlier channels, no finite input was seen in {steps}"

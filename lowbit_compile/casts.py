@@ -23,6 +23,11 @@ ROUNDINGS = ("rne", "rna", "stochastic", "down", "up", "hybrid")
 RANDOM_BITS = 16  # bits compared with the discarded fraction in stochastic rounding: bias <= 2^-17 of a step
 
 
+def is_nan(x: Tensor) -> Tensor:
+    """True where x is NaN. Inductor's CPU code for torch.isnan is a scalar loop (torch 2.13), this is one compare."""
+    return x != x
+
+
 def pow2(exponent: Tensor) -> Tensor:
     """2^exponent for int32 exponents in [-126, 127], built from bits."""
     return ((exponent + 127) << 23).view(torch.float32)
@@ -113,7 +118,7 @@ def encode(value: Tensor, fmt: Format) -> Tensor:
         sign = 1 << (fmt.bits - 1)
         code = torch.where(magnitude == float("inf"), fmt.inf_code + sign * negative.to(torch.int32), code)
     if fmt.nan_code is not None:
-        code = torch.where(value.isnan(), fmt.nan_code, code)
+        code = torch.where(is_nan(value), fmt.nan_code, code)
     return code.to(torch.uint8)
 
 
@@ -136,11 +141,15 @@ def _table(entries: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """[..., K] 4-bit codes -> [..., K/2] bytes, the even element in the low nibble. K must be even."""
-    low, high = codes[..., 0::2], codes[..., 1::2]
-    return low | (high << 4)
+    """[..., K] 4-bit codes -> [..., K/2] bytes, the even element in the low nibble. K must be even.
+
+    Two codes are read as one 16-bit number: strided slices are not vectorized in Inductor's CPU code (torch 2.13).
+    """
+    pairs = codes.contiguous().view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """[..., K/2] bytes -> [..., K] 4-bit codes; the inverse of :func:`pack`."""
-    return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+    pairs = packed.to(torch.int16, memory_format=torch.contiguous_format)
+    return ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)

@@ -86,7 +86,7 @@ def demo_text(result: dict[str, Any]) -> str:
             ("tokens/s, steady", "tokens_per_s", ",.0f"),
             (f"peak MB, {result['memory_is']}", "peak_memory_mb", ",.0f"),
             ("graphs", "graphs", "d"),
-            ("recompiles", "recompiles", "d"),
+            ("recompiles after step 1", "recompiles", "d"),
             ("seconds, compiling too", "seconds", ".1f"),
         )
     ]

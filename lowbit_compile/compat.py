@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -97,6 +98,12 @@ def mark_dynamic_rows(args: Any) -> None:
     for value in tree_leaves(args):
         if isinstance(value, torch.Tensor) and value.dim() == 2:
             torch._dynamo.maybe_mark_dynamic(value, 0)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside, nothing is differentiated, and forward and backward look alike to Dynamo's guards on dispatch keys."""
+    guard: AbstractContextManager[None] = torch._C._AutoDispatchBelowADInplaceOrView()
+    return guard
 
 
 def graphs_compiled() -> int:

@@ -7,6 +7,7 @@ is left of ``>`` is cast first and read back, its parts put together again; ``^T
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .spec import OperandSpec, parse_operand
 
@@ -61,6 +62,7 @@ def parse_job(text: str) -> Job:
     return Job(parse_cast(f"{label.removesuffix('^T')} {spec}"), label.endswith("^T"), via)
 
 
+@lru_cache(maxsize=4096)
 def parse_jobs(text: str) -> tuple[Job, ...]:
     """Jobs as they cross into a graph: their texts, joined by a bar."""
     return tuple(map(parse_job, text.split(" | ")))

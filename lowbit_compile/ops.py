@@ -14,9 +14,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import codegen
+from .casts import pack
 from .formats import get_format
 from .jobs import ALL, OUTLIERS, REST, Cast, parse_jobs
-from .quantize import NO_BLOCK, cast, dequantize, padded_k, padded_shape, payload_like, quantize, rotate_operand
+from .quantize import (
+    NO_BLOCK,
+    cast,
+    padded_k,
+    padded_shape,
+    payload_like,
+    quantize,
+    read_back,
+    rotate_operand,
+    unpacked,
+)
 from .random_bits import SIGN_STREAMS, STREAMS, counters_for, random_words, split_words
 from .spec import GemmSpec, OperandSpec, parse_gemm
 
@@ -86,18 +97,22 @@ def run_cast(impl: str, operand: Tensor, amax: Tensor, seed: Tensor, job_cast: C
     width = operand.shape[1]
     if spec.hadamard:
         operand = codegen.run(impl, (spec.hadamard, width), _rotate_body, operand, seed, streams, spec)
-    payload: list[Tensor] = codegen.run(impl, (plain, width), cast, operand, plain, window, noise)
+    codes, *scales = codegen.run(impl, (plain, width), cast, operand, plain, window, noise)
+    payload = [pack(codes) if get_format(spec.format).bits == 4 else codes, *scales]
     return [t.reshape(rows, -1) for t in payload] if folded else payload
 
 
 def run_dequantize(impl: str, payload: list[Tensor], spec: OperandSpec) -> Tensor:
     """float32 [R, padded K]; folded like :func:`run_cast`."""
-    spec = replace(spec, source="original")
-    rows, stored = payload[0].shape
-    if not _row_local(spec) or rows * stored == 0:
-        return codegen.run(impl, (spec, stored), dequantize, payload, spec)  # type: ignore[no-any-return]
-    count = payload[1].numel() * spec.block[1] // padded_k(1, spec)
-    values: Tensor = codegen.run(impl, (spec, 0), dequantize, [t.reshape(count, -1) for t in payload], spec)
+    spec = replace(spec, source="original", hadamard=0, rounding="rne")  # nothing that reading depends on
+    codes, scales = unpacked(payload, spec), payload[1:]
+    rows = codes.shape[0]
+    if codes.numel() == 0:
+        return codes.float()
+    if _row_local(spec):
+        codes = codes.reshape(-1, padded_k(1, spec))
+        scales = [t.reshape(codes.shape[0], -1) for t in scales]
+    values: Tensor = codegen.run(impl, (spec, codes.shape[1]), read_back, codes, scales, spec)
     return values.reshape(rows, -1)
 
 
@@ -115,7 +130,7 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
             done[cast] = run_cast(impl, part_of(x, cast.part, channels).contiguous(), amax, seed, cast)
         return done[cast]
 
-    def read_back(casts: tuple[Cast, ...]) -> Tensor:
+    def values_of(casts: tuple[Cast, ...]) -> Tensor:
         values = [run_dequantize(impl, straight(c), c.spec)[:, : width_of(x, c.part, channels)] for c in casts]
         return values[0] if len(casts) == 1 or channels is None else values[0].index_copy(1, channels, values[1])
 
@@ -124,7 +139,7 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
         if not job.via and not job.transposed:
             results += straight(job.cast)
             continue
-        source = read_back(job.via) if job.via else part_of(x, job.cast.part, channels)
+        source = values_of(job.via) if job.via else part_of(x, job.cast.part, channels)
         results += run_cast(impl, (source.t() if job.transposed else source).contiguous(), amax, seed, job.cast)
     return results
 

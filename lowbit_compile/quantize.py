@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .casts import decode, encode, pack, round_to_grid, unpack
+from .casts import decode, encode, is_nan, pack, round_to_grid, unpack
 from .errors import UnsupportedError
 from .formats import E4M3FN, Format, get_format
 from .hadamard import random_signs, rotate
@@ -188,7 +188,7 @@ def rotate_operand(x: Tensor, spec: OperandSpec, seed: Tensor, sign_stream: int 
 
 
 def cast(x: Tensor, spec: OperandSpec, amax: Tensor | None = None, noise: Tensor | None = None) -> list[Tensor]:
-    """Scales and codes of x [R, K], R and K >= 1, already rotated: the part of :func:`quantize` that draws nothing."""
+    """:func:`quantize` of x [R, K], R and K >= 1, already rotated: draws nothing and leaves 4-bit codes unpacked."""
     fmt = get_format(spec.format)
     rows, k = x.shape
     full = _pad(x, *padded_shape(rows, k, spec))
@@ -202,11 +202,11 @@ def cast(x: Tensor, spec: OperandSpec, amax: Tensor | None = None, noise: Tensor
         scale = _inner_scale(inner_amax, spec, fmt, target, on_grid)
     y = _scaled(full, scale, spec, on_grid)
     if fmt.nan_code is None:
-        y = torch.where(y.isnan(), 0.0, y)  # the scale is NaN then; this only keeps the codes well defined
+        y = torch.where(is_nan(y), 0.0, y)  # the scale is NaN then; this only keeps the codes well defined
     elif amax is not None:
         y = torch.where(full.isinf(), float("nan"), y)
     codes = encode(round_to_grid(y, fmt, spec.rounding, noise), fmt)[:rows]
-    return [pack(codes) if fmt.bits == 4 else codes, scale] + ([] if outer is None else [outer])
+    return [codes, scale] + ([] if outer is None else [outer])
 
 
 def quantize(
@@ -243,27 +243,35 @@ def quantize(
         noise = noise_for(rows, k, spec, seed, stream)
     if spec.hadamard and seed is not None:
         x = rotate_operand(x, spec, seed, sign_stream)
-    return cast(x, spec, amax, noise)
+    codes, *scales = cast(x, spec, amax, noise)
+    return [pack(codes) if get_format(spec.format).bits == 4 else codes, *scales]
+
+
+def read_back(codes: Tensor, scales: list[Tensor], spec: OperandSpec) -> Tensor:
+    """Values float32 [R, K] of unpacked codes [R, K], R and K >= 1: f32(q) * f32(scale) * outer, in this order."""
+    rows, cols = codes.shape
+    value = decode(codes, get_format(spec.format))
+    height = padded_shape(rows, cols, spec)[0]
+    value = value * _spread(scale_value(scales[0], spec.scale), spec.block, height, cols)[:rows]
+    if spec.outer != NO_BLOCK:
+        value = value * _spread(scales[1], spec.outer, height, cols)[:rows]
+    return value
+
+
+def unpacked(payload: list[Tensor], spec: OperandSpec) -> Tensor:
+    """One code a byte, uint8 [R, padded K]."""
+    return unpack(payload[0]) if get_format(spec.format).bits == 4 else payload[0]
 
 
 def dequantize(payload: list[Tensor], spec: OperandSpec) -> Tensor:
-    """Values of a payload of :func:`quantize`, float32 [R, padded K]: f32(q) * f32(scale) * outer, in this order.
+    """Values of a payload of :func:`quantize`, float32 [R, padded K]; see :func:`read_back`.
 
     A Hadamard transform is not undone. High precision: the tensor as float32.
     """
     if not spec.quantized:
         return payload[0].to(torch.float32)
-    fmt = get_format(spec.format)
-    codes = unpack(payload[0]) if fmt.bits == 4 else payload[0]
-    rows, cols = codes.shape
-    value = decode(codes, fmt)
-    if rows == 0 or cols == 0:
-        return value
-    height = padded_shape(rows, cols, spec)[0]
-    value = value * _spread(scale_value(payload[1], spec.scale), spec.block, height, cols)[:rows]
-    if spec.outer != NO_BLOCK:
-        value = value * _spread(payload[2], spec.outer, height, cols)[:rows]
-    return value
+    codes = unpacked(payload, spec)
+    return read_back(codes, payload[1:], spec) if codes.numel() else codes.to(torch.float32)
 
 
 def fake_quantize(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .casts import decode, encode, round_to_grid
+from .casts import decode, encode, is_nan, round_to_grid
 from .errors import UnsupportedError, nearest
 from .formats import E4M3FN, Format
 
@@ -29,12 +29,12 @@ E4M3_ROUNDINGS = {"nearest": "rne", "ceil": "up", "floor": "down"}
 def divide(x: Tensor, value: float) -> Tensor:
     """x / value, correctly rounded, float32. The divisor depends on x for show: by a constant, CUDA's eager kernels and
     Inductor's GPU code multiply by its reciprocal instead (one ulp off now and then; torch 2.11 and 2.13)."""
-    return x / torch.where(x.isnan(), 1.0, value)
+    return x / torch.where(is_nan(x), 1.0, value)
 
 
 def reciprocal(x: Tensor) -> Tensor:
     """1 / x, correctly rounded, float32; a constant numerator keeps Inductor (torch 2.11) from exact division."""
-    return torch.where(x.isnan(), x, 1.0) / x
+    return torch.where(is_nan(x), x, 1.0) / x
 
 
 def _finite_or_nan(amax: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ fields at their default are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from .errors import PolicyError, nearest
@@ -101,6 +102,7 @@ class GemmSpec:
         return f"{self.a}*{self.b}"
 
 
+@lru_cache(maxsize=4096)
 def parse_gemm(text: str) -> GemmSpec:
     """Inverse of ``str(GemmSpec)``."""
     a, _, b = text.partition("*")

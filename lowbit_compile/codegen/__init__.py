@@ -32,5 +32,5 @@ def run(impl: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
         clone = types.FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
         _compiled[full] = torch.compile(clone, fullgraph=True, options=compat.exact_options())
     compat.mark_dynamic_rows(args)
-    with torch.no_grad():
+    with torch.no_grad(), compat.below_autograd():
         return _compiled[full](*args)

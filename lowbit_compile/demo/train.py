@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -149,7 +149,7 @@ def _run(
 ) -> tuple[Run, list[dict[str, Any]]]:
     """One training run, its evaluation and its sampled line; also the report's linears where it has one."""
     torch.compiler.reset()
-    graphs_before = compat.graphs_compiled()
+    before = compat.graphs_compiled()
     cuda = setup.device.startswith("cuda")
     if cuda:
         torch.cuda.empty_cache()
@@ -158,10 +158,16 @@ def _run(
     model = LanguageModel(setup.model).to(setup.device)
     compiled = torch.compile(model, backend=backend, options=options)
     run = Run(name)
+
+    def graphs() -> int:
+        """Graphs of the model so far; the low-bit run also compiles small functions of its own."""
+        own = lowbit_compile.report(model).graphs
+        return own if backend == "lowbit" else compat.graphs_compiled() - before
+
     start = time.perf_counter()
     bar.set_description(f"{name} compiles")
     try:
-        step_seconds = _train(compiled, setup, run, bar)
+        step_seconds = _train(compiled, setup, run, bar, graphs)
     except RuntimeError as error:  # Dynamo wraps what a backend raises; the user gets the message inside
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, LowbitError):
@@ -173,21 +179,17 @@ def _run(
     run.eval_loss = _evaluate(compiled, setup)
     run.sample = _sample(compiled, setup)
     run.seconds = time.perf_counter() - start
-    if backend != "lowbit":
-        run.graphs = compat.graphs_compiled() - graphs_before
-        run.recompiles = run.graphs - 1  # the model is one frame without graph breaks
-        return run, []
-    report: Any = lowbit_compile.report(model)
-    run.graphs, run.recompiles = report.graphs, report.recompiles
-    return run, [record.to_dict() for record in report.records]
+    run.graphs = graphs()
+    return run, [record.to_dict() for record in lowbit_compile.report(model).records]
 
 
-def _train(compiled: Any, setup: Setup, run: Run, bar: tqdm[Any]) -> list[float]:
-    """Trains, appends every loss to ``run`` and returns the seconds of every step."""
-    optimizer = _optimizer(compiled, setup)
+def _train(compiled: Any, setup: Setup, run: Run, bar: tqdm[Any], graphs: Callable[[], int]) -> list[float]:
+    """Trains, notes every loss and what was compiled after the first step, and returns the seconds of every step."""
+    optimizer = make_optimizer(compiled, setup)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_cosine(step, setup.steps))
-    seconds = []
-    for tokens, targets in _batches("train", setup, setup.steps, setup.seed):
+    seconds: list[float] = []
+    first = 0
+    for tokens, targets in batches("train", setup, setup.steps, setup.seed):
         start = time.perf_counter()
         with torch.autocast(tokens.device.type, torch.bfloat16):
             loss = compiled(tokens, targets)
@@ -196,6 +198,7 @@ def _train(compiled: Any, setup: Setup, run: Run, bar: tqdm[Any]) -> list[float]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
+        first = graphs() if not seconds else first
         run.losses.append(loss.item())  # waits for the device, so the time below is the step's
         seconds.append(time.perf_counter() - start)
         if not math.isfinite(run.losses[-1]):
@@ -203,10 +206,11 @@ def _train(compiled: Any, setup: Setup, run: Run, bar: tqdm[Any]) -> list[float]
         bar.set_description(run.name, refresh=False)
         bar.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
         bar.update()
+    run.recompiles = graphs() - first
     return seconds
 
 
-def _optimizer(model: nn.Module, setup: Setup) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, setup: Setup) -> torch.optim.Optimizer:
     """Fused AdamW on the float32 weights; weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -222,7 +226,7 @@ def _warm_cosine(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warm) / max(1, steps - warm))))
 
 
-def _batches(split: str, setup: Setup, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(split: str, setup: Setup, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     for tokens, targets in data.batches(split, steps=steps, batch=setup.batch, context=setup.model.context, seed=seed):
         yield tokens.to(setup.device), targets.to(setup.device)
 
@@ -238,7 +242,7 @@ def _evaluate(compiled: Any, setup: Setup) -> float:
     """Mean cross entropy of the same validation batches whatever the seed."""
     losses = [
         F.cross_entropy(_logits(compiled, tokens).float().flatten(0, 1), targets.flatten()).item()
-        for tokens, targets in _batches("val", setup, setup.eval_batches, seed=0)
+        for tokens, targets in batches("val", setup, setup.eval_batches, seed=0)
     ]
     return sum(losses) / len(losses)
 

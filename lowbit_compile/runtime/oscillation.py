@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..casts import decode, unpack
+from ..casts import decode
 from ..formats import get_format
 from ..jobs import Cast, parse_cast
 from ..ops import part_of, run_cast, run_dequantize
+from ..quantize import unpacked
 from ..windows import Oscillation
 
 
@@ -40,8 +41,7 @@ class Quantizer:
 
     def elements(self, payload: list[Tensor], width: int) -> Tensor:
         """What the codes say without their scales, float32 [N, K]; both zeros are equal."""
-        fmt = get_format(self.cast.spec.format)
-        return decode(unpack(payload[0]) if fmt.bits == 4 else payload[0], fmt)[:, :width]
+        return decode(unpacked(payload, self.cast.spec), get_format(self.cast.spec.format))[:, :width]
 
 
 @dataclass

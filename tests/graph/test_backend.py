@@ -317,7 +317,9 @@ def test_a_failing_rewrite_leaves_the_graph_as_it_was(fault, monkeypatch):
         original(root, edit, *args)
 
     if fault == "lint":
-        monkeypatch.setattr(torch.fx.Graph, "lint", lambda graph: 1 / 0)
+        found = torch.fx.Graph.lint
+        broken = lambda graph: 1 / 0 if "lowbit" in str(graph) else found(graph)  # noqa: E731
+        monkeypatch.setattr(torch.fx.Graph, "lint", broken)
     else:
         monkeypatch.setattr(rewrite, "_apply", failing)
     with pytest.raises(Exception, match="can't be rewritten") as caught:

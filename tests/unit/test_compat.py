@@ -225,6 +225,27 @@ def test_raise_recompile_limit_lets_one_model_recompile(phases: Any) -> None:
     assert len(seen) == 5
 
 
+def test_below_autograd_makes_forward_and_backward_look_alike() -> None:
+    backend, seen = looking(lambda gm: None)
+    run = torch.compile(torch.relu, backend=backend)
+
+    class Relu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with compat.below_autograd():
+                return run(x.detach())
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            with compat.below_autograd():
+                return run(g.clone())
+
+    Relu.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    with compat.below_autograd():
+        assert not (torch.ones(3, requires_grad=True) * 2).requires_grad
+    assert len(seen) == 1
+
+
 def test_graphs_compiled_counts() -> None:
     before = compat.graphs_compiled()
     torch.compile(torch.relu, backend="eager")(torch.randn(3))

@@ -1,0 +1,1 @@
+"""Measurements of the package, each a module: ``python -m benchmarks.NAME``; results are in ``results/``."""
