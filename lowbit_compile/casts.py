@@ -146,10 +146,10 @@ def pack(codes: Tensor) -> Tensor:
     Two codes are read as one 16-bit number: strided slices are not vectorized in Inductor's CPU code (torch 2.13).
     """
     pairs = codes.contiguous().view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """[..., K/2] bytes -> [..., K] 4-bit codes; the inverse of :func:`pack`."""
     pairs = packed.to(torch.int16, memory_format=torch.contiguous_format)
-    return ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)
+    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.uint8)

@@ -144,10 +144,15 @@ def inner_compiler(name: str, mode: str | None, config: dict[str, Any]) -> Calla
 
 def exact_options() -> dict[str, Any]:
     """Inductor options under which compiled arithmetic has eager's bits: IEEE division and subnormals on CUDA."""
-    wanted = {"eager_numerics.division_rounding": True, "eager_numerics.disable_ftz": True}
+    wanted: dict[str, Any] = {"eager_numerics.division_rounding": True, "eager_numerics.disable_ftz": True}
     if missing := set(wanted) - inductor_options():
         raise _missing(f"Inductor option {', '.join(sorted(missing))}", "compiled quantization can't be exact")
     return wanted
+
+
+def keep_tensor_guards(entries: Any) -> list[bool]:
+    """Guard tensors and shapes only: for functions stored under a key that names all other arguments."""
+    return [entry.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for entry in entries]
 
 
 def inductor_options() -> set[str]:

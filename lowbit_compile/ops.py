@@ -19,6 +19,7 @@ from .formats import get_format
 from .jobs import ALL, OUTLIERS, REST, Cast, parse_jobs
 from .quantize import (
     NO_BLOCK,
+    WHOLE,
     cast,
     padded_k,
     padded_shape,
@@ -31,6 +32,7 @@ from .quantize import (
 from .random_bits import SIGN_STREAMS, STREAMS, counters_for, random_words, split_words
 from .spec import GemmSpec, OperandSpec, parse_gemm
 
+FOLD = 128  # row length of operands with one scale for the whole tensor
 AMAX_INDEX = {"x": 0, "w": 1, "g": 2}  # the entries of a site's amax tensor
 
 
@@ -69,49 +71,69 @@ def _rotate_body(operand: Tensor, seed: Tensor, streams: Tensor, spec: OperandSp
     return rotate_operand(operand, spec, seed, streams[1])
 
 
-def _row_local(spec: OperandSpec) -> bool:
-    """True where no scale sees two rows and rows hold whole blocks: the operand can be cut into rows of any length."""
-    outer_is_local = spec.outer == NO_BLOCK or (spec.outer[0] == 1 and spec.outer[1] > 0)
-    return spec.block[0] == 1 and spec.block[1] > 0 and outer_is_local
+@lru_cache(maxsize=1024)
+def _without_rotation(spec: OperandSpec) -> OperandSpec:
+    """What :func:`.quantize.cast` depends on."""
+    return replace(spec, source="original", hadamard=0)
+
+
+@lru_cache(maxsize=1024)
+def _without_rounding(spec: OperandSpec) -> OperandSpec:
+    """What :func:`.quantize.read_back` depends on."""
+    return replace(spec, source="original", hadamard=0, rounding="rne", rule="nearest", target=0.0, scaling="current")
+
+
+@lru_cache(maxsize=4096)
+def _fold_width(rows: int, k: int, spec: OperandSpec) -> int:
+    """Length of the rows that a padded operand may be cut into, 0 = it can't: no scale may see less or more for it."""
+    if spec.block[0] == 1 and spec.block[1] > 0 and spec.outer in (NO_BLOCK, WHOLE, (1, spec.outer[1])):
+        return int(padded_k(1, spec))
+    fits = rows * k % FOLD == 0 and k % max(2, spec.hadamard) == 0
+    return FOLD if spec.block == WHOLE and fits else 0
+
+
+def _reshape_scales(scales: list[Tensor], rows: int, spec: OperandSpec) -> list[Tensor]:
+    """Scales of an operand that is cut into other rows: those of blocks inside one row follow, the others are whole."""
+    blocks = (spec.block, spec.outer)
+    return [t.reshape(rows, -1) if block[0] == 1 else t for t, block in zip(scales, blocks, strict=False)]
 
 
 def run_cast(impl: str, operand: Tensor, amax: Tensor, seed: Tensor, job_cast: Cast) -> list[Tensor]:
     """Payload of ``operand`` [R, K], the contraction axis last: :func:`.quantize.quantize`, bit for bit, in stages.
 
     Noise, rotation and cast are compiled apart: in one function Inductor repeats the first two for every scale level,
-    and compiles ten times as long. Where scales are local to a row, the operand is padded and cut into rows of one
-    block (noise is keyed by the row-major index), so that one compiled function fits every shape.
+    and compiles ten times as long. Where no scale sees it, the operand is padded and cut into rows of one block (noise
+    is keyed by the row-major index), so that one compiled function fits every shape.
     """
-    spec = replace(job_cast.spec, source="original")
-    plain = replace(spec, hadamard=0)
+    spec, plain = job_cast.spec, _without_rotation(job_cast.spec)
     window = amax[AMAX_INDEX[job_cast.name[-1]]] if spec.scaling == "delayed" else None
     rows, k = operand.shape
     if rows * k == 0:
         return quantize(operand, plain, amax=window, seed=seed)
     operand = operand.float()
-    folded = _row_local(spec)
+    folded = _fold_width(rows, k, spec)
     if folded:
-        operand = pad(operand, (0, padded_k(k, spec) - k)).reshape(-1, padded_k(1, spec))
+        operand = pad(operand, (0, padded_k(k, spec) - k)).reshape(-1, folded)
     streams = _streams(job_cast.name, operand.device)
     noise = _noise(impl, operand, seed, streams[0], spec) if spec.rounding == "stochastic" else None
     width = operand.shape[1]
     if spec.hadamard:
         operand = codegen.run(impl, (spec.hadamard, width), _rotate_body, operand, seed, streams, spec)
     codes, *scales = codegen.run(impl, (plain, width), cast, operand, plain, window, noise)
-    payload = [pack(codes) if get_format(spec.format).bits == 4 else codes, *scales]
-    return [t.reshape(rows, -1) for t in payload] if folded else payload
+    codes = pack(codes) if get_format(spec.format).bits == 4 else codes
+    return [codes.reshape(rows, -1), *_reshape_scales(scales, rows, spec)] if folded else [codes, *scales]
 
 
 def run_dequantize(impl: str, payload: list[Tensor], spec: OperandSpec) -> Tensor:
     """float32 [R, padded K]; folded like :func:`run_cast`."""
-    spec = replace(spec, source="original", hadamard=0, rounding="rne")  # nothing that reading depends on
+    spec = _without_rounding(spec)
     codes, scales = unpacked(payload, spec), payload[1:]
-    rows = codes.shape[0]
+    rows, k = codes.shape
     if codes.numel() == 0:
         return codes.float()
-    if _row_local(spec):
-        codes = codes.reshape(-1, padded_k(1, spec))
-        scales = [t.reshape(codes.shape[0], -1) for t in scales]
+    if folded := _fold_width(rows, k, spec):
+        codes = codes.reshape(-1, folded)
+        scales = _reshape_scales(scales, codes.shape[0], spec)
     values: Tensor = codegen.run(impl, (spec, codes.shape[1]), read_back, codes, scales, spec)
     return values.reshape(rows, -1)
 

@@ -71,8 +71,8 @@ def split_words(words: tuple[Tensor, ...], rows: int, cols: int) -> Tensor:
     Element i in row-major order takes half-word i % 8 (word 0 low, word 0 high, word 1 low, ...) of counter i // 8, so
     rows added below change nothing.
     """
-    halves = torch.stack(words, -1).reshape(-1).view(torch.int16)[: rows * cols]
-    return (halves.to(torch.int32) & 0xFFFF).reshape(rows, cols)
+    halves = torch.stack(words, -1).reshape(-1).view(torch.uint16)[: rows * cols]
+    return halves.to(torch.int32).reshape(rows, cols)
 
 
 def random_bits_for(rows: int, cols: int, seed: Tensor, stream: int | Tensor) -> Tensor:

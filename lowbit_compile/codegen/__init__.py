@@ -30,7 +30,8 @@ def run(impl: str, key: Hashable, body: Callable[..., Any], *args: Any) -> Any:
         # torch.compile keeps its cache on the code object and gives up after a few entries: one code object a key.
         code = body.__code__.replace(co_name=f"{body.__name__}_{len(_compiled)}")
         clone = types.FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
-        _compiled[full] = torch.compile(clone, fullgraph=True, options=compat.exact_options())
-    compat.mark_dynamic_rows(args)
+        compat.mark_dynamic_rows(args)
+        options = {**compat.exact_options(), "guard_filter_fn": compat.keep_tensor_guards}
+        _compiled[full] = torch.compile(clone, fullgraph=True, options=options)
     with torch.no_grad(), compat.below_autograd():
         return _compiled[full](*args)

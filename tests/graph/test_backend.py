@@ -355,6 +355,34 @@ def test_bad_input_is_one_clear_error(model, options, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("preset", QUANTIZED)
+def test_backward_keeps_the_quantized_operand(preset):
+    """Of x, what is saved is codes and scales; the weight is saved as itself."""
+    model = nn.Sequential(nn.Linear(256, 128, bias=False))
+    run = compiled(model, everywhere(preset))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run(torch.randn(64, 256))
+    assert any(t.dtype == torch.uint8 for t in saved)
+    weight = model[0].weight.data_ptr()
+    floats = [t for t in saved if t.is_floating_point() and t.data_ptr() != weight]
+    assert sum(t.nbytes for t in floats) <= 64 * 256 / 128 * 4 + 64  # outer scales and the state at most
+
+
+def test_integer_weight_is_an_error():
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int32), requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.weight
+
+    run = torch.compile(Whole(), backend="lowbit", options={"policy": "mxfp8", **FAST})
+    with pytest.raises(Exception, match="int32"):
+        run(torch.ones(16, 32, dtype=torch.int32))
+
+
 def test_complex_weight_is_an_error():
     model = nn.Linear(32, 32, bias=False).to(torch.complex64)
     run = torch.compile(nn.Sequential(model), backend="lowbit", options={"policy": "mxfp8", **FAST})

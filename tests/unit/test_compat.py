@@ -388,6 +388,17 @@ def test_exact_options_are_inductors() -> None:
     assert torch.equal(run(x, y), x / y)
 
 
+def test_keep_tensor_guards() -> None:
+    """Another dtype or width compiles again, another value of an ordinary argument doesn't."""
+    backend, seen = looking(lambda gm: None)
+    run = torch.compile(lambda x, n: x * n, backend=backend, options={"guard_filter_fn": compat.keep_tensor_guards})
+    for x, n in ((torch.ones(2, 4), 2.0), (torch.ones(2, 4), 3.0), (torch.ones(2, 4, dtype=torch.float64), 2.0)):
+        run(x, n)
+    assert len(seen) == 2
+    run(torch.ones(2, 8), 2.0)
+    assert len(seen) == 3
+
+
 def test_exact_options_missing_from_torch_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "inductor_options", lambda: {"eager_numerics.division_rounding"})
     with pytest.raises(UnsupportedError, match="disable_ftz"):
