@@ -3,7 +3,7 @@
 model = torch.compile(model, backend="lowbit", options={"policy": "tetrajet_v2"})
 """
 
-from .backend import report, state, step
+from .backend import load_state_dict, report, state, step
 from .errors import LowbitError, LowbitWarning, PolicyError, RewriteError, StateError, UnsupportedError
 from .policy import Policy
 from .policy_file import load_policy, preset_names
@@ -18,6 +18,7 @@ __all__ = [
     "StateError",
     "UnsupportedError",
     "load_policy",
+    "load_state_dict",
     "preset_names",
     "report",
     "state",

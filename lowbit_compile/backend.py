@@ -11,16 +11,16 @@ import hashlib
 import os
 import pathlib
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
 from .codegen import IMPLEMENTATIONS
@@ -28,7 +28,7 @@ from .errors import LowbitWarning, PolicyError, UnsupportedError, nearest
 from .passes import fqn
 from .passes.match import LinearSite, find
 from .passes.rewrite import Edit, rewrite
-from .policy import Decision, Policy
+from .policy import KINDS, Decision, Policy, strip_wrappers
 from .policy_file import load_policy
 from .report import Report, SiteRecord
 from .runtime import phases
@@ -64,10 +64,10 @@ class _Compiled:
     state: State
     records: dict[str, SiteRecord]
     frames: Counter[tuple[Any, ...]]
-    checked: bool = False
+    told: set[str] = field(default_factory=set)
 
 
-_models: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, int], _Compiled]] = weakref.WeakKeyDictionary()
+_loads: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()  # saved, waiting for the first compile
 
 
 def lowbit(
@@ -76,26 +76,31 @@ def lowbit(
     """Backend function that torch.compile calls with Dynamo's graph. See :data:`OPTIONS` for the options; Inductor's
     own options are passed on. Raises :class:`PolicyError` for an unknown one."""
     opts = read_options(mode, options)
+    compiler = compat.inner_compiler(opts.inner, opts.mode, dict(opts.inductor))
     scope, code = compat.frame_scope()
     sites = list(find(gm))
     resolved = [fqn.resolve(s, scope) for s in sites]
-    root = next((r.root for r in resolved if r.root is not None), None)
-    if root is None:
-        root = next((m for m in reversed(compat.stack_modules())), None)
-    compiled = _get(root, opts)
-    edits = [e for s, r in zip(sites, resolved, strict=True) if (e := _plan(s, r, compiled, opts)) is not None]
+    homes = [r.home for r in resolved] or [_frame_home(scope)]
+    entries = [_get(home, opts) for home in homes]
+    edits = [e for s, r, c in zip(sites, resolved, entries, strict=False) if (e := _plan(s, r, c, opts)) is not None]
+    compiled = {id(entry): (home.root(), entry) for home, entry in zip(homes, entries, strict=True)}.values()
+    for root, entry in compiled:
+        _check(root, entry, opts)
     before = gm.print_readable(print_output=False) if opts.dump_dir else ""
     rewrite(gm, edits)
-    _check(root, compiled, opts)
-    _install_guards(resolved, compiled, opts)
-    number = sum(compiled.frames.values())
-    training = root.training if root is not None else None
-    compiled.frames[code, id(scope["L"].get("self")), torch.is_grad_enabled(), training, compiled.state.phase] += 1
+    _install_guards(resolved, entries, opts)
     if opts.dump_dir:
-        _dump(opts.dump_dir, number, before, gm)
+        _dump(opts.dump_dir, sum(sum(entry.frames.values()) for _, entry in compiled), before, gm)
+    for root, entry in compiled:
+        training = root.training if isinstance(root, nn.Module) else None
+        entry.frames[code, id(scope["L"].get("self")), torch.is_grad_enabled(), training, entry.state.phase] += 1
     install_step_hook()
-    compiler = compat.inner_compiler(opts.inner, opts.mode, dict(opts.inductor))
-    run: Callable[..., Any] = compiler(gm, example_inputs)
+    inner: Callable[..., Any] = compiler(gm, example_inputs)
+
+    def run(*args: Any) -> Any:
+        return inner(*args)
+
+    run.lowbit = entries  # type: ignore[attr-defined]  # states live at least as long as the graphs that use them
     return run
 
 
@@ -129,20 +134,35 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
     )  # fmt: skip
 
 
-def _get(root: nn.Module | None, opts: Options) -> _Compiled:
+def _frame_home(scope: dict[str, Any]) -> fqn.Home:
+    """The home of a frame without linears: of the outermost model that runs it."""
+    here = scope["L"].get("self")
+    running = [*([here] if isinstance(here, nn.Module) else []), *compat.stack_modules()]
+    return fqn.home_of_root(running[-1]) if running else fqn.Home()
+
+
+def _get(home: fqn.Home, opts: Options) -> _Compiled:
     key = (opts.policy.id, opts.seed)
-    if root is None:
-        return _Compiled(State(None, opts.policy, opts.seed), {}, Counter())
-    table = _models.setdefault(root, {})
-    if key not in table:
-        table[key] = _Compiled(State(root, opts.policy, opts.seed), {}, Counter())
-    return table[key]
+    if key not in home.compiled:
+        home.compiled[key] = _Compiled(State(opts.policy, opts.seed), {}, Counter())
+        root = home.root()
+        for model in [m for m in _loads if isinstance(root, nn.Module) and _related(m, root)]:
+            home.compiled[key].state.load_state_dict(_loads.pop(model))
+    found: _Compiled = home.compiled[key]
+    return found
+
+
+def _related(one: nn.Module, other: nn.Module) -> bool:
+    """True where one of two models is the other or holds it."""
+    return any(m is other for m in one.modules()) or any(m is one for m in other.modules())
 
 
 def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Options) -> Edit | None:
     """Decide one site, record it, and create its state where it is rewritten."""
     value = site.weight_value
-    decision = opts.policy.resolve(name.path, site.kind)
+    decision = opts.policy.resolve(name.raw, site.kind)
+    if decision.spec is not None and site.obstacle:
+        decision = replace(decision, spec=None, reason=site.obstacle)
     if decision.spec is not None and not value.dtype.is_floating_point:
         raise UnsupportedError(
             f"{name.path}: weight of dtype {value.dtype} can't be quantized; float32, bfloat16 and float16 can. "
@@ -155,8 +175,14 @@ def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Optio
         compiled.records[name.path] = _record(site, name.path, decision, "kept")
         return None
     state = compiled.state.site(
-        name.path, spec, name.live, value.device, width=site.shape[1], transposed=site.stored_in_out
+        name.path,
+        spec,
+        name.live,
+        value.device,
+        width=site.shape[1],
+        transposed=site.stored_in_out ^ site.flipped,
     )
+    state.dtype = value.dtype
     now, train = compiled.state.numerics(state), torch.is_grad_enabled()
     now = replace(now, observe=now.observe and train, watch=now.watch and train)
     state.observed |= now.observe
@@ -195,34 +221,49 @@ def _record(site: LinearSite, path: str, decision: Decision, implementation: str
     return SiteRecord(path, site.shape, site.kind, decision.rule, fprop, dgrad, wgrad, implementation, reason)
 
 
-def _check(root: nn.Module | None, compiled: _Compiled, opts: Options) -> None:
-    """Once every nn.Linear of the model has been seen: rules that match nothing, and nothing quantized, are errors."""
-    total = sum(isinstance(m, nn.Linear) for m in root.modules()) if root is not None else 0
-    if compiled.checked or len(compiled.records) < total:
-        return
-    compiled.checked = True
-    policy = opts.policy
-    if not compiled.records and not policy.allow_empty:
-        name = type(root).__name__
-        raise PolicyError(f"{name}: no linear found, so the policy has nothing to quantize (allow_empty: true permits)")
-    if all(r.reason for r in compiled.records.values()) and not policy.allow_empty:
-        kept = "; ".join(f"{r.path}: {r.reason}" for r in list(compiled.records.values())[:5])
-        count = len(compiled.records)
-        raise PolicyError(f"the policy quantizes none of {count} linears ({kept}); allow_empty: true permits this")
-    messages = policy.unused([(r.path, r.kind) for r in compiled.records.values()])
+def _pending(root: Any, compiled: _Compiled) -> list[str]:
+    """Paths in ``root`` that hold a matrix and weren't seen in a graph yet: they may still turn out to be linears."""
+    if not isinstance(root, nn.Module):
+        return []
+    found = []
+    for path, module in root.named_modules():
+        for key, value in module.named_parameters(recurse=False):
+            if value.dim() >= 2 and not isinstance(module, nn.Embedding):
+                found.append(strip_wrappers(path if key == "weight" else f"{path}.{key}".lstrip(".")))
+    return [path for path in found if path not in compiled.records]
+
+
+def _check(root: Any, compiled: _Compiled, opts: Options) -> None:
+    """Rules that can't match any more, and a policy that can't quantize anything any more, are errors."""
+    policy, records = opts.policy, compiled.records
+    pending = _pending(root, compiled)
+    if not policy.allow_empty and not any(policy.resolve(path, kind).spec for path in pending for kind in KINDS):
+        if not records:
+            name = type(root).__name__
+            raise PolicyError(f"{name}: no linear found, so the policy quantizes nothing (allow_empty: true permits)")
+        if all(r.reason for r in records.values()):
+            kept = "; ".join(f"{r.path}: {r.reason}" for r in list(records.values())[:5])
+            message = f"the policy quantizes none of {len(records)} linears ({kept}); allow_empty: true permits this"
+            raise PolicyError(message)
+    messages = policy.unused([(r.path, r.kind) for r in records.values()], pending)
     if messages and policy.strict:
         raise PolicyError("; ".join(messages))
-    if messages:
-        warnings.warn("; ".join(messages), LowbitWarning, stacklevel=2)
+    for message in messages:
+        if message not in compiled.told:
+            compiled.told.add(message)
+            warnings.warn(message, LowbitWarning, stacklevel=2)
 
 
-def _install_guards(resolved: list[fqn.Resolved], compiled: _Compiled, opts: Options) -> None:
+def _install_guards(resolved: list[fqn.Resolved], compiled: list[_Compiled], opts: Options) -> None:
     sources = {compat.source_name(r.source): r.source for r in resolved if r.source is not None}
     for source in sources.values():
         compat.guard_identity(source)
-    if boundaries(opts.policy):
-        compat.guard_equals(phases.__name__, compiled.state.phase_name)
-    compat.raise_recompile_limit(256 + 8 * len(compiled.records) * (1 + len(boundaries(opts.policy))))
+    changes = len(boundaries(opts.policy))
+    if changes:
+        for entry in compiled:
+            compat.guard_equals(phases.__name__, entry.state.phase_name)
+    linears = sum(len(entry.records) for entry in compiled)
+    compat.raise_recompile_limit(256 + 8 * linears * (1 + changes))
 
 
 def _dump(folder: str, number: int, before: str, gm: GraphModule) -> None:
@@ -241,9 +282,10 @@ def implementation_hash() -> str:
 
 
 def compiled_models(model: nn.Module) -> list[_Compiled]:
-    """Everything compiled for ``model`` (or for the model inside torch.compile's wrapper)."""
-    inner = getattr(model, "_orig_mod", model)
-    return list(_models.get(inner, {}).values())
+    """Everything compiled for ``model`` (or for the model inside torch.compile's wrapper): as a root itself, as a part
+    of one, or as a whole of several."""
+    homes = fqn.homes_of(getattr(model, "_orig_mod", model))
+    return [entry for home in homes for entry in home.compiled.values()]
 
 
 def report(model: nn.Module) -> Report:
@@ -256,12 +298,30 @@ def report(model: nn.Module) -> Report:
     return result
 
 
-def state(model: nn.Module) -> State:
-    """The runtime state of ``model``, for saving, loading and own training loops."""
-    found = compiled_models(model)
+def state(model: nn.Module, policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None = None) -> State:
+    """The runtime state of ``model``, for saving, and for own training loops.
+
+    ``policy`` says which, where the model was compiled under several. Before the first compile there is none: see
+    :func:`load_state_dict`.
+    """
+    found = [c.state for c in compiled_models(model)]
+    if policy is not None:
+        wanted = load_policy(policy).id
+        found = [s for s in found if s.policy.id == wanted]
     if len(found) != 1:
-        raise UnsupportedError(f"{type(model).__name__} has {len(found)} compiled policies; state() needs exactly one")
-    return found[0].state
+        raise UnsupportedError(
+            f"{type(model).__name__} has {len(found)} states here, one is needed: it must have run once, "
+            "and under several policies state() needs the policy"
+        )
+    return found[0]
+
+
+def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Restore what ``state(model).state_dict()`` gave; before the model has run, it waits for the first compile."""
+    if compiled_models(model):
+        state(model).load_state_dict(saved)
+    else:
+        _loads[getattr(model, "_orig_mod", model)] = saved
 
 
 def step(model: nn.Module, *, learning_rate: float | None = None) -> None:

@@ -69,8 +69,10 @@ def _record(file: str, result: dict[str, Any]) -> None:
             "demo.cpu.seconds": (result["seconds"], "s"),
             "demo.cpu.recompiles": (float(result["runs"]["lowbit"]["recompiles"]), "count"),
         }
-    else:
+    elif "H200" in result["card"]:
         values = {"demo.h200.loss_ratio": (result["loss_ratio"], "x bf16")}
+    else:
+        raise LowbitError(f"--record: no bar is defined for {result['card']}, only for cpu and the H200")
     bars.record(file, bars.measured(values, card=result["card"], rows=f"{result['folder']}/loss.csv"))
 
 

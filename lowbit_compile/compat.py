@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsupportedError
+from .errors import PolicyError, UnsupportedError
 
 
 def _missing(what: str, lost: str) -> UnsupportedError:
@@ -91,13 +91,13 @@ def register_state_buffer(
         sources[prefix + name] = ConstantSource("lowbit:" + prefix + name)
 
 
-def mark_dynamic_rows(args: Any) -> None:
-    """Compile for any number of rows of the matrices in ``args``, not first for these and then again."""
+def mark_dynamic(args: Any, axes: tuple[int, ...]) -> None:
+    """Compile for any size of these axes of the matrices in ``args``, not first for these sizes and then again."""
     from torch.utils._pytree import tree_leaves
 
     for value in tree_leaves(args):
         if isinstance(value, torch.Tensor) and value.dim() == 2:
-            torch._dynamo.maybe_mark_dynamic(value, 0)
+            torch._dynamo.maybe_mark_dynamic(value, list(axes))
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -132,6 +132,9 @@ def keep_out_of_version_check(tensor: torch.Tensor) -> None:
 def inner_compiler(name: str, mode: str | None, config: dict[str, Any]) -> Callable[[torch.fx.GraphModule, Any], Any]:
     """Compiler of the rewritten graph: ``inductor`` or ``aot_eager``."""
     if name == "aot_eager":
+        if config or (mode and mode != "default"):
+            given = ", ".join([*config, *(["mode"] if mode else [])])
+            raise PolicyError(f"options['inner']: aot_eager ignores {given}; drop them or use inner: inductor")
         from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
         return lambda gm, inputs: aot_eager_decomp_partition(gm, inputs)

@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
             ]
         payloads = _quantize(g, amax, seed, None, for_dgrad + for_wgrad, impl)
         left = payloads[0] if for_dgrad else [g]
-        dx = _dgrad(ctx, left) if need_x else None
+        dx = _dgrad(ctx, left, g.dtype) if need_x else None
         dw = _wgrad(ctx, payloads[len(for_dgrad) :], [j.cast.spec for j in for_wgrad], g) if need_w else None
         db = column_sum(g, ctx.bias_dtype) if need_b else None
         return dx, dw, db, *(None,) * 10
@@ -137,8 +137,8 @@ def _wgrad_jobs(spec: LinearSpec, casts: tuple[Cast, ...]) -> list[Job]:
     return jobs
 
 
-def _dgrad(ctx: Any, left: list[Tensor]) -> Tensor:
-    """dx [M, K] from g's payload."""
+def _dgrad(ctx: Any, left: list[Tensor], g_dtype: torch.dtype) -> Tensor:
+    """dx [M, K] from g's payload; a weight that isn't quantized takes part as ``g_dtype``."""
     spec, impl, k = ctx.spec, ctx.impl, ctx.k
     w, amax, seed, channels, *_ = ctx.saved_tensors
     operand = spec.dgrad.b
@@ -153,7 +153,7 @@ def _dgrad(ctx: Any, left: list[Tensor]) -> Tensor:
             "b",
         )
     else:
-        rights, specs, flip = [[w.to(left[0].dtype)]], [operand], "b"
+        rights, specs, flip = [[w.to(g_dtype)]], [operand], "b"
     lefts = [(left, spec.dgrad.a)] * len(specs)
     return _by_columns(lefts, list(zip(rights, specs, strict=True)), flip, channels, k, ctx.x_dtype, impl)
 

@@ -63,7 +63,7 @@ def _streams(name: str, device: torch.device) -> Tensor:
 def _noise(impl: str, operand: Tensor, seed: Tensor, stream: Tensor, spec: OperandSpec) -> Tensor:
     """:func:`.quantize.noise_for`. The words are interleaved outside the compiled part, which stays contiguous."""
     rows, k = padded_shape(operand.shape[0], operand.shape[1], spec)
-    words = codegen.run(impl, "noise", random_words, counters_for(rows * k, operand.device), seed, stream)
+    words = codegen.run(impl, ("noise", 1), random_words, counters_for(rows * k, operand.device), seed, stream)
     return split_words(words, rows, k)
 
 
@@ -86,7 +86,8 @@ def _without_rounding(spec: OperandSpec) -> OperandSpec:
 @lru_cache(maxsize=4096)
 def _fold_width(rows: int, k: int, spec: OperandSpec) -> int:
     """Length of the rows that a padded operand may be cut into, 0 = it can't: no scale may see less or more for it."""
-    if spec.block[0] == 1 and spec.block[1] > 0 and spec.outer in (NO_BLOCK, WHOLE, (1, spec.outer[1])):
+    local = spec.outer in (NO_BLOCK, WHOLE) or (spec.outer[0] == 1 and spec.outer[1] > 0)
+    if spec.block[0] == 1 and spec.block[1] > 0 and local:
         return int(padded_k(1, spec))
     fits = rows * k % FOLD == 0 and k % max(2, spec.hadamard) == 0
     return FOLD if spec.block == WHOLE and fits else 0
@@ -116,10 +117,9 @@ def run_cast(impl: str, operand: Tensor, amax: Tensor, seed: Tensor, job_cast: C
         operand = pad(operand, (0, padded_k(k, spec) - k)).reshape(-1, folded)
     streams = _streams(job_cast.name, operand.device)
     noise = _noise(impl, operand, seed, streams[0], spec) if spec.rounding == "stochastic" else None
-    width = operand.shape[1]
     if spec.hadamard:
-        operand = codegen.run(impl, (spec.hadamard, width), _rotate_body, operand, seed, streams, spec)
-    codes, *scales = codegen.run(impl, (plain, width), cast, operand, plain, window, noise)
+        operand = codegen.run(impl, (spec.hadamard, folded), _rotate_body, operand, seed, streams, spec)
+    codes, *scales = codegen.run(impl, (plain, folded), cast, operand, plain, window, noise)
     codes = pack(codes) if get_format(spec.format).bits == 4 else codes
     return [codes.reshape(rows, -1), *_reshape_scales(scales, rows, spec)] if folded else [codes, *scales]
 
@@ -131,10 +131,11 @@ def run_dequantize(impl: str, payload: list[Tensor], spec: OperandSpec) -> Tenso
     rows, k = codes.shape
     if codes.numel() == 0:
         return codes.float()
-    if folded := _fold_width(rows, k, spec):
+    folded = _fold_width(rows, k, spec)
+    if folded:
         codes = codes.reshape(-1, folded)
         scales = _reshape_scales(scales, codes.shape[0], spec)
-    values: Tensor = codegen.run(impl, (spec, codes.shape[1]), read_back, codes, scales, spec)
+    values: Tensor = codegen.run(impl, (spec, folded), read_back, codes, scales, spec)
     return values.reshape(rows, -1)
 
 

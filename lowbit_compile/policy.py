@@ -132,22 +132,25 @@ class Policy:
         rule = self.rules[winner]
         return Decision(rule.spec, winner, str(rule), tuple(losers), rule.reason or f"rules[{winner}]: {rule}")
 
-    def unused(self, paths_kinds: Sequence[tuple[str, str]]) -> list[str]:
+    def unused(self, paths_kinds: Sequence[tuple[str, str]], pending: Sequence[str] = ()) -> list[str]:
         """One message for each rule that matched nothing, or not as many linears as it expects.
 
-        A rule that matches and then loses counts as used; ``optional`` forgives a count of zero only.
+        A rule that matches and then loses counts as used; ``optional`` forgives a count of zero only. ``pending`` are
+        paths that may still turn out to be linears: a rule that could match one of them isn't judged yet.
         """
         messages = []
         for i, rule in enumerate(self.rules):
             count = sum(matches(rule.match, path, kind) for path, kind in paths_kinds)
-            if count == 0 and rule.optional:
+            later = any(matches(rule.match, path, kind) for path in pending for kind in KINDS)
+            if later or (count == 0 and rule.optional):
                 continue
             if rule.expect is not None and count != rule.expect:
                 messages.append(f"rules[{i}] {rule}: expects {rule.expect} linears, matched {count}")
             elif count == 0 and rule.expect is None:
-                close = difflib.get_close_matches(rule.match, [path for path, _ in paths_kinds], n=1)
+                names = [*(path for path, _ in paths_kinds), *pending]
+                close = difflib.get_close_matches(rule.match, names, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                messages.append(f"rules[{i}] {rule}: matched none of {len(paths_kinds)} linears{hint}")
+                messages.append(f"rules[{i}] {rule}: matched none of {len(names)} linears{hint}")
         return messages
 
     @cached_property

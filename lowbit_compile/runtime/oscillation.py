@@ -28,12 +28,12 @@ class Quantizer:
     amax: Tensor
     seed: Tensor
     channels: Tensor | None
+    dtype: torch.dtype | None = None  # the model's own cast of the weight, before ours
 
     def payload(self, weight: Tensor) -> list[Tensor]:
         """Codes and scales of the weight, outlier columns zero."""
-        return run_cast(
-            self.impl, part_of(weight, self.cast.part, self.channels).contiguous(), self.amax, self.seed, self.cast
-        )
+        seen = part_of(weight.to(self.dtype or weight.dtype), self.cast.part, self.channels)
+        return run_cast(self.impl, seen.contiguous(), self.amax, self.seed, self.cast)
 
     def values(self, payload: list[Tensor], width: int) -> Tensor:
         """float32 [N, K]."""

@@ -17,11 +17,12 @@ from . import oscillation
 from .channels import Channels
 
 
-@dataclass
+@dataclass(eq=False)
 class SiteState:
     """Tensors of one linear; they never move, so compiled graphs keep their pointers.
 
-    ``spec``: the policy's numerics before any schedule. ``width``: input channels.
+    ``spec``: the policy's numerics before any schedule. ``width``: input channels. ``weight``: gives the parameter,
+    [K, N] where ``transposed``; the graph casts it to ``dtype`` first, None = it doesn't.
     ``amax`` f32[3]: amax of x, w, g used for delayed scaling, 0 = nothing observed yet; read-only in graphs.
     ``acc_x``, ``acc_g`` f32[]: running max of this step, written by forward and by backward only.
     ``seed`` i64[4]: key words, optimizer step, site number (see :mod:`..random_bits`); read-only in graphs.
@@ -44,6 +45,7 @@ class SiteState:
     observed: bool = False
     weight: Callable[[], Tensor | None] = lambda: None
     transposed: bool = False
+    dtype: torch.dtype | None = None
     impl: str = "eager"
     window: oscillation.Window | None = None
     before: Tensor | None = None
@@ -61,6 +63,11 @@ class SiteState:
         channels = None if spec.outliers is None else Channels.create(spec.outliers, width, device)
         return cls(path, spec, width, zeros(3), zeros(), zeros(), key, zeros(window, 3), channels)
 
+    def frozen(self) -> bool:
+        """True where no optimizer trains the weight."""
+        weight = self.weight()
+        return weight is None or not weight.requires_grad
+
     def matrix(self) -> Tensor | None:
         """The weight [N, K] as it is now, a view of the parameter; None where it is gone or no matrix."""
         weight = self.weight()
@@ -74,7 +81,7 @@ class SiteState:
             return None
         cast = Cast("fprop.w", now.fprop.b, REST if now.outliers else ALL)
         channels = self.channels.index if self.channels else None
-        return oscillation.Quantizer(cast, self.impl, self.amax, self.seed, channels)
+        return oscillation.Quantizer(cast, self.impl, self.amax, self.seed, channels, self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         found = {
@@ -92,21 +99,25 @@ class SiteState:
             "window": None if self.window is None else str(self.window.cast),
         }
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Copy what :meth:`state_dict` gave, in place.
-
-        Raises :class:`StateError` where a tensor is missing or has another shape; nothing is copied then.
-        """
+    def check(self, saved: dict[str, Any]) -> None:
+        """Raise :class:`StateError` where :meth:`load` would find a tensor missing or of another shape."""
         tensors = saved["tensors"]
-        fixed = {k: t for k, t in self.tensors().items() if not k.startswith("window_")}
-        for name, tensor in fixed.items():
+        for name, tensor in self.tensors().items():
+            if name.startswith("window_"):
+                continue
             if name not in tensors:
                 raise StateError(f"{self.path}.{name}: missing in what was saved; it holds {', '.join(tensors)}")
             if tensor.shape != tensors[name].shape:
                 was, here = tuple(tensors[name].shape), tuple(tensor.shape)
                 raise StateError(f"{self.path}.{name}: saved shape {was}, here {here}")
-        for name, tensor in fixed.items():
-            tensor.copy_(tensors[name])
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Copy what :meth:`state_dict` gave, in place, after :meth:`check`."""
+        self.check(saved)
+        tensors = saved["tensors"]
+        for name, tensor in self.tensors().items():
+            if not name.startswith("window_"):
+                tensor.copy_(tensors[name])
         device = self.seed.device
         window = saved["window"]
         self.window = None if window is None else oscillation.Window.restore(window, tensors, device)

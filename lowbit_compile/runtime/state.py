@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import LowbitWarning, StateError
 from ..formats import get_format
-from ..policy import Policy
+from ..policy import Policy, strip_wrappers
 from ..schedule import boundaries, phase_index, spec_at
 from ..spec import LinearSpec
 from ..windows import Oscillation
@@ -32,9 +32,9 @@ WATCHED_BITS = 8  # OsciReset is for weights of at most so many bits
 
 
 class State:
-    """All linears of one root model under one policy. Compared by identity; holds the model weakly."""
+    """All linears of one root model under one policy. Compared by identity; doesn't hold the model."""
 
-    def __init__(self, root: nn.Module | None, policy: Policy, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, seed: int = 0) -> None:
         self.policy = policy
         self.seed = seed
         self.step_number = 0
@@ -46,8 +46,7 @@ class State:
         self.oscillation_start = policy.oscillation.start_step if policy.oscillation else None
         self._hooked = False
         self._unclaimed: dict[str, dict[str, Any]] = {}  # loaded, but not compiled here yet
-        self._root = weakref.ref(root) if root is not None else None
-        self._primary: weakref.ref[Any] | None = None
+        self._warned = False
         _live.add(self)
 
     @property
@@ -59,10 +58,6 @@ class State:
         """The schedule boundaries passed; a load counts as one, since graphs know which channels were chosen."""
         index = phase_index(self.policy, self.step_number)
         setattr(phases, self.phase_name, index + self._loads * (1 + len(boundaries(self.policy))))
-
-    @property
-    def root(self) -> nn.Module | None:
-        return self._root() if self._root else None
 
     def site(
         self,
@@ -80,13 +75,17 @@ class State:
             spec: the policy's numerics of this layer, before any schedule.
             weight: gives the parameter as it is now, [N, K], or [K, N] where ``transposed``; K is ``width``.
         """
-        if path not in self.sites:
+        if path not in self.sites or self.sites[path].seed.device != device:
             created = SiteState.create(path, spec, self.policy.amax.window, self.seed, device, width)
             created.seed[2] = created.steps = self.step_number
-            if path in self._unclaimed:
+            if path in self.sites:  # the model was moved to another device
+                created.load(self.sites[path].state_dict())
+            elif path in self._unclaimed:
                 created.load(self._unclaimed.pop(path))
             self.sites[path] = created
         site = self.sites[path]
+        if site.width != width:
+            raise StateError(f"{path}: two linears have this name, of {site.width} and of {width} input channels")
         site.weight, site.transposed = weight, transposed
         return site
 
@@ -108,29 +107,28 @@ class State:
                 site.before = None if weight is None else weight.clone()
 
     @torch.no_grad()
-    def step(
-        self,
-        parameters: Iterable[Tensor] | None = None,
-        *,
-        advance: bool = True,
-        learning_rate: float | None = None,
-    ) -> None:
+    def step(self, parameters: Iterable[Tensor] | None = None, *, learning_rate: float | None = None) -> None:
         """Once per optimizer step: roll windows, set scales, choose channels, reset oscillating weights, advance seeds
         and the schedule.
 
+        With several optimizers each rolls its own linears; the clock of the schedule is that of the linear with the
+        most steps.
+
         Args:
             parameters: only linears whose weight is among them (or that nobody trains) are rolled; None = all.
-            advance: move the clock of the schedule.
             learning_rate: of this step; a policy whose OsciReset starts at a learning rate needs it.
         """
+        owned = None if parameters is None else {id(p) for p in parameters}
+        trained = [s for s in self.sites.values() if owned is None or id(s.weight()) in owned]
+        advance = any(s.steps >= self.step_number for s in trained)
+        sites = [s for s in self.sites.values() if s in trained or (advance and s.frozen())]
+        if not sites:
+            return
         if advance:
             self._start_oscillation(learning_rate)
-        owned = None if parameters is None else {id(p) for p in parameters}
-        sites = [s for s in self.sites.values() if owned is None or self._belongs(s, owned, advance)]
-        if sites:
-            self._roll([s for s in sites if s.observed])
-            self._oscillate(sites)
-            torch._foreach_add_([s.seed[2] for s in sites], 1)
+        self._roll([s for s in sites if s.observed])
+        self._oscillate(sites)
+        torch._foreach_add_([s.seed[2] for s in sites], 1)
         for site in sites:
             site.steps += 1
         if advance:
@@ -139,12 +137,21 @@ class State:
                 if site.channels:
                     site.channels.after_step(self.step_number)
             self._set_phase()
+            self._warn_unclaimed()
 
-    @staticmethod
-    def _belongs(site: SiteState, owned: set[int], advance: bool) -> bool:
-        weight = site.weight()
-        trained = weight is not None and weight.requires_grad
-        return id(weight) in owned if trained else advance
+    def _warn_unclaimed(self) -> None:
+        """Once, after the first step that follows a load: what was loaded for linears that this model doesn't have."""
+        if self._unclaimed and not self._warned:
+            self._warned = True
+            names = ", ".join(list(self._unclaimed)[:5])
+            message = f"loaded state of {len(self._unclaimed)} linears belongs to none that has run: {names}"
+            warnings.warn(message, LowbitWarning, stacklevel=2)
+
+    @property
+    def needs_rate(self) -> bool:
+        """True while OsciReset waits for the learning rate to fall."""
+        rule = self.policy.oscillation
+        return rule is not None and rule.start_lr is not None and self.oscillation_start is None
 
     def _roll(self, sites: list[SiteState]) -> None:
         if not sites:
@@ -160,7 +167,8 @@ class State:
             if rule.algorithm == "most_recent":
                 value = site.history[0]
             elif rule.algorithm == "ema":
-                value = torch.where(site.amax > 0, 0.9 * site.amax + 0.1 * site.history[0], site.history[0])
+                before = site.amax * 2.0**-rule.margin
+                value = torch.where(site.amax > 0, 0.9 * before + 0.1 * site.history[0], site.history[0])
             else:
                 value = site.history.amax(0)
             site.amax.copy_(torch.where(good, value * 2.0**rule.margin, site.amax))
@@ -174,7 +182,7 @@ class State:
         if rule is None or rule.start_lr is None or self.oscillation_start is not None:
             return
         if rate is None:
-            raise StateError("oscillation.start_lr: pass learning_rate to step(), no optimizer's is known")
+            raise StateError("oscillation.start_lr: the learning rate is unknown; pass learning_rate to step()")
         self.peak_rate = max(self.peak_rate, rate)
         if rate < rule.start_lr * self.peak_rate:
             self.oscillation_start = self.step_number
@@ -239,11 +247,18 @@ class State:
         """Copies in place, so compiled graphs stay valid. What belongs to linears not compiled yet waits for them."""
         if saved["policy"] != self.policy.id:
             raise StateError(f"state was saved under policy {saved['policy']}, this model runs policy {self.policy.id}")
-        for path, site in saved["sites"].items():
+        missing = {"step", "peak_rate", "oscillation_start", "sites"} - set(saved)
+        if missing:
+            raise StateError(f"what was saved lacks {', '.join(sorted(missing))}; it holds {', '.join(saved)}")
+        sites = {strip_wrappers(path): site for path, site in saved["sites"].items()}
+        for path in self.sites.keys() & sites.keys():
+            self.sites[path].check(sites[path])
+        for path, site in sites.items():
             if path in self.sites:
                 self.sites[path].load(site)
             else:
                 self._unclaimed[path] = copy.deepcopy(site)
+        self._warned = False
         self.step_number = saved["step"]
         self.peak_rate = saved["peak_rate"]
         self.oscillation_start = saved["oscillation_start"]
@@ -283,8 +298,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for state, parameters in _owned(optimizer):
-        # Two optimizers may share one model: the first seen carries the clock, each rolls its own layers.
-        if state._primary is None or state._primary() is None:
-            state._primary = weakref.ref(optimizer)
-        rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        state.step(parameters, advance=state._primary() is optimizer, learning_rate=rate)
+        rates = [group["lr"] for group in optimizer.param_groups if group.get("lr") is not None]
+        rate = max(map(float, rates)) if rates and state.needs_rate else None
+        state.step(parameters, learning_rate=rate)

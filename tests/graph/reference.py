@@ -41,7 +41,7 @@ def eager_twin(model: nn.Module, policy: object) -> tuple[nn.Module, State]:
     """A deep copy of ``model`` under ``policy``, and its state, to be stepped by hand."""
     twin = copy.deepcopy(model)
     loaded = load_policy(policy)  # type: ignore[arg-type]
-    state = State(None, loaded)
+    state = State(loaded)
     for path, module in list(twin.named_modules()):
         if isinstance(module, nn.Linear):
             parent, _, name = path.rpartition(".")

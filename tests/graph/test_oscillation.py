@@ -142,7 +142,7 @@ def test_a_run_resets_the_oscillating_weights_alone(action):
 
 def stepped(given: dict, rates: list[float], state: State | None = None) -> tuple[State, list[bool]]:
     """A state stepped by hand at these learning rates, and after which steps its window is open."""
-    weight, state = nn.Parameter(torch.randn(4, 32)), state or State(None, load_policy(given))
+    weight, state = nn.Parameter(torch.randn(4, 32)), state or State(load_policy(given))
     spec = state.policy.resolve("a", "linear").spec
     site = state.site("a", spec, lambda: weight, weight.device, width=32)
     opened = []
@@ -171,7 +171,7 @@ def test_start_by_learning_rate_is_saved_and_restored(cut):
     given, rates = policy({"start_lr": 0.5, **SHORT}), [0.1, 0.5, 1.0, 0.6, 0.6, 0.3, 0.3, 0.9, 0.9, 0.9]
     _, whole = stepped(given, rates)
     first, _ = stepped(given, rates[:cut])
-    second = State(None, load_policy(given))
+    second = State(load_policy(given))
     second.load_state_dict(first.state_dict())
     assert stepped(given, rates[cut:], second)[1] == whole[cut:]
     assert whole.index(True) == 5
@@ -181,7 +181,7 @@ def test_counted_resets_survive_loading_before_the_layer_is_compiled():
     given = policy({"start_step": 0, **SHORT})
     first = stepped(given, [1.0])[0]
     first.sites["a"].resets = 7
-    second = State(None, load_policy(given))
+    second = State(load_policy(given))
     second.load_state_dict(first.state_dict())
     assert second.state_dict()["sites"]["a"]["counters"]["resets"] == 7
     assert stepped(given, [], second)[0].sites["a"].resets == 7

@@ -259,13 +259,13 @@ def test_graphs_compiled_counts() -> None:
     ("function", "marked", "compiles"),
     [(torch.relu, False, 2), (torch.relu, True, 1), (lambda x: x.reshape(6, -1) if x.shape[0] == 6 else x, True, 2)],
 )
-def test_mark_dynamic_rows(function: Callable[[Tensor], Tensor], marked: bool, compiles: int) -> None:
+def test_mark_dynamic(function: Callable[[Tensor], Tensor], marked: bool, compiles: int) -> None:
     """One compile for any number of rows; code that is made for one number is no error."""
     backend, seen = looking(lambda gm: None)
     run = torch.compile(function, backend=backend, fullgraph=True)
     for x in (torch.randn(6, 4), torch.randn(12, 4)):
         if marked:
-            compat.mark_dynamic_rows([x])
+            compat.mark_dynamic([x], axes=(0,))
         run(x)
     assert len(seen) == compiles
 
