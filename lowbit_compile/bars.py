@@ -36,10 +36,16 @@ class Bar:
 def measured(values: Mapping[str, tuple[float, str]], *, card: str, rows: str) -> list[Bar]:
     """Records of ``id -> (value, unit)`` measured by this process just now."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    as_module = "-m" in sys.orig_argv[:3]
-    command = " ".join(["python", *sys.orig_argv[1:]] if as_module else [Path(sys.argv[0]).name, *sys.argv[1:]])
     versions = (str(torch.__version__), _version("triton"))
-    return [Bar(key, v, unit, card, date, command, *versions, _commit(), rows) for key, (v, unit) in values.items()]
+    return [
+        Bar(key, v, unit, card, date, command_line(), *versions, _commit(), rows) for key, (v, unit) in values.items()
+    ]
+
+
+def command_line() -> str:
+    """The command that this process runs, without paths of this machine."""
+    as_module = "-m" in sys.orig_argv[:3]
+    return " ".join(["python", *sys.orig_argv[1:]] if as_module else [Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def record(file: str | os.PathLike[str], bars: Iterable[Bar]) -> None:

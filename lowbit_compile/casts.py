@@ -20,7 +20,9 @@ from torch import Tensor
 from .formats import Format
 
 ROUNDINGS = ("rne", "rna", "stochastic", "down", "up", "hybrid")
-RANDOM_BITS = 16  # bits compared with the discarded fraction in stochastic rounding: bias <= 2^-17 of a step
+RANDOM_BITS = (
+    16  # compared with the discarded fraction in stochastic rounding: toward zero by less than 2^-16 of a step
+)
 
 
 def is_nan(x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The one place that touches torch's private names; each has a contract test. Known to hold for torch 2.11 to 2.14."""
+"""The one place that touches torch's private names; each has a contract test. Written for torch 2.11 to 2.14; tested on
+2.13 (CPU) and 2.11 (CUDA)."""
 
 from __future__ import annotations
 

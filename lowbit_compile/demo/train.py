@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 import lowbit_compile
 
-from .. import compat
+from .. import bars, compat
 from ..errors import LowbitError
 from ..policy_file import load_policy
 from . import data
@@ -136,6 +137,8 @@ def _facts(setup: Setup) -> dict[str, Any]:
         "device": setup.device,
         "card": torch.cuda.get_device_name(setup.device) if cuda else "cpu",
         "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": bars.command_line(),
         "seed": setup.seed,
         "steps": setup.steps,
         "tokens_per_step": setup.tokens_per_step,

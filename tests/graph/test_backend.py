@@ -14,8 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowbit_compile
-from lowbit_compile.backend import lowbit as lowbit_backend
-from lowbit_compile.passes import rewrite
 from lowbit_compile.policy_file import load_policy
 from lowbit_compile.quantize import fake_quantize
 
@@ -263,20 +261,35 @@ def test_two_models_and_repeated_blocks_have_their_own_state():
         assert all((s.amax > 0).all() for s in state.sites.values())
 
 
-def test_autocast_and_grad_scaler():
+@pytest.mark.parametrize("preset", ["tetrajet_v2", "fp8_delayed"])
+def test_autocast_grad_scaler_and_accumulation_equal_the_reference(preset):
     model = Mlp()
-    run = compiled(model, everywhere("tetrajet_v2"))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for _ in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(torch.randn(24, 40))
-        assert model.up.weight.dtype == torch.float32
-        scaler.scale(y.float().pow(2).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters())
+    twin, twin_state = eager_twin(model, everywhere(preset))
+    batches = [torch.randn(24, 40) for _ in range(6)]
+    for module, run in ((model, compiled(model, everywhere(preset))), (twin, twin)):
+        optimizer = torch.optim.SGD(module.parameters(), 1e-4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            optimizer.zero_grad()
+            for x in (first, second):
+                with torch.autocast("cpu", torch.bfloat16):
+                    y = run(x)
+                scaler.scale(y.float().pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert model.up.weight.grad.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert_same(model, twin, lowbit_compile.state(model), twin_state)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes_change_no_bit(mode):
+    model = Mlp()
+    twin = copy.deepcopy(model)
+    x = torch.randn(24, 40)
+    options = {"policy": "mxfp8", "mode": mode, "reference": "eager"}
+    run = torch.compile(model, backend="lowbit", options=options)
+    assert torch.equal(run(x), compiled(twin, "mxfp8")(x))
 
 
 def test_nan_input_is_not_laundered():
@@ -298,61 +311,10 @@ def test_a_linear_that_feeds_the_next():
     assert_same(model, twin, lowbit_compile.state(model), twin_state)
 
 
-@pytest.mark.parametrize("fault", ["second site", "lint"])
-def test_a_failing_rewrite_leaves_the_graph_as_it_was(fault, monkeypatch):
-    seen = []
-
-    def backend(gm, inputs):
-        before, buffers = gm.print_readable(print_output=False), set(gm._buffers)
-        try:
-            lowbit_backend(gm, inputs, options={"policy": "mxfp8", **FAST})
-        finally:
-            seen.append(gm.print_readable(print_output=False) == before and set(gm._buffers) == buffers)
-
-    original = rewrite._apply
-
-    def failing(root, edit, *args):
-        if edit.path == "mid":
-            raise KeyError("broken on purpose")
-        original(root, edit, *args)
-
-    if fault == "lint":
-        found = torch.fx.Graph.lint
-        broken = lambda graph: 1 / 0 if "lowbit" in str(graph) else found(graph)  # noqa: E731
-        monkeypatch.setattr(torch.fx.Graph, "lint", broken)
-    else:
-        monkeypatch.setattr(rewrite, "_apply", failing)
-    with pytest.raises(Exception, match="can't be rewritten") as caught:
-        torch.compile(Mlp(), backend=backend)(torch.randn(16, 40))
-    assert ("mid" if fault == "second site" else "down") in str(caught.value)
-    assert seen == [True]
-
-
 def test_empty_batch():
     model = Mlp()
     run = compiled(model, "tetrajet_v2")
     assert run(torch.randn(0, 40)).shape == (0, 40)
-
-
-KEEP_NOPE = {"match": "nope", "use": "keep", "reason": "x"}
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "words"),
-    [
-        (Mlp(), {"policy": "tetrajet_v3"}, ["tetrajet_v3", "did you mean 'tetrajet_v2'"]),
-        (Mlp(), {"polcy": "bf16"}, ["polcy", "did you mean 'policy'"]),
-        (Mlp(), {"policy": {"version": 1, "extends": ["mxfp8"], "rules": [KEEP_NOPE], "strict": True}}, ["nope"]),
-        (Mlp(), {"policy": {"version": 1, "rules": [{**KEEP_NOPE, "match": "*"}]}}, ["no rule quantizes anything"]),
-        (nn.Sequential(nn.ReLU()), {"policy": "mxfp8"}, ["no linear"]),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_clear_error(model, options, words):
-    run = torch.compile(model, backend="lowbit", options={**FAST, **options})
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (Dynamo wraps the error in its own type)
-        run(torch.randn(16, 40))
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", QUANTIZED)
@@ -367,24 +329,3 @@ def test_backward_keeps_the_quantized_operand(preset):
     weight = model[0].weight.data_ptr()
     floats = [t for t in saved if t.is_floating_point() and t.data_ptr() != weight]
     assert sum(t.nbytes for t in floats) <= 256 * 4 + 64  # a scale for each row of x^T, and the state
-
-
-def test_integer_weight_is_an_error():
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(32, 32, dtype=torch.int32), requires_grad=False)
-
-        def forward(self, x):
-            return x @ self.weight
-
-    run = torch.compile(Whole(), backend="lowbit", options={"policy": "mxfp8", **FAST})
-    with pytest.raises(Exception, match="int32"):
-        run(torch.ones(16, 32, dtype=torch.int32))
-
-
-def test_complex_weight_is_an_error():
-    model = nn.Linear(32, 32, bias=False).to(torch.complex64)
-    run = torch.compile(nn.Sequential(model), backend="lowbit", options={"policy": "mxfp8", **FAST})
-    with pytest.raises(Exception, match="complex64"):
-        run(torch.randn(16, 32, dtype=torch.complex64))

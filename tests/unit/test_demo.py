@@ -210,3 +210,27 @@ def test_bars_never_overwrite_another_file(tmp_path: Path, text: str) -> None:
     with pytest.raises(LowbitError, match=r"bars\.json"):
         bars.record(file, [])
     assert file.read_text() == text
+
+
+def test_a_short_demo_lists_every_linear_and_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, context=64)
+    monkeypatch.setattr(train, "CPU_CONFIG", small)
+    options = ["--device", "cpu", "--steps", "5", "--policy", "mxfp8", "--json", "--out", str(tmp_path)]
+    assert cli.main(["demo", *options]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert "lowbit" in err
+    assert "10/10" in err  # the progress bar
+    paths = {record["path"] for record in result["linears"]}
+    names = [f"attn.{n}_proj" for n in "qkvo"] + [f"ffn.{n}_proj" for n in ("gate", "up", "down")]
+    assert paths == {f"blocks.0.{name}" for name in names} | {"lm_head"}
+    assert all(record["reason"] or record["fprop"] == "e4m3fn x e4m3fn" for record in result["linears"])
+    run = result["runs"]["lowbit"]
+    assert (run["graphs"], run["recompiles"]) == (2, 0)  # training, and evaluation without gradients
+    assert len(run["losses"]) == 5
+    assert result["date"]
+    assert result["command"]
+    assert "lowbit.linear" in (tmp_path / "graphs" / "graph0_after.py").read_text()
+    assert {"report.json", "loss.csv", "loss.png"} <= {f.name for f in tmp_path.iterdir()}
