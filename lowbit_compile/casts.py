@@ -135,7 +135,20 @@ def _float_rank(magnitude: Tensor, fmt: Format) -> Tensor:
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Values (float32, same shape) of ``codes`` (uint8)."""
-    return _table(fmt.values, torch.float32, codes.device)[codes.to(torch.int32)]
+    code = codes.to(torch.int32)
+    if not fmt.sign_magnitude:
+        return _table(fmt.values, torch.float32, codes.device)[code]
+    sign = 1 << (fmt.bits - 1)
+    rank = code & (sign - 1)
+    mantissa_bits = fmt.runs[0].mantissa_bits
+    first_normal = fmt.min_step_exponent + mantissa_bits
+    normal = ((rank << (23 - mantissa_bits)) + ((first_normal + 126) << 23)).view(torch.float32)
+    value = torch.where(rank < 1 << mantissa_bits, rank.to(torch.float32) * 2.0**fmt.min_step_exponent, normal)
+    if len(fmt.positives) < sign:
+        value = torch.where(rank >= len(fmt.positives), float("nan"), value)
+    if fmt.inf_code is not None:
+        value = torch.where(rank == fmt.inf_code, float("inf"), value)
+    return torch.where(code >= sign, -value, value)
 
 
 def _table(entries: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
