@@ -43,9 +43,9 @@ Check = Callable[[str, str], list[str]]
 
 
 def files(*folders: str) -> Iterator[tuple[str, str]]:
-    """(path from the repository's root, source)."""
+    """(path from the repository's root, source); dumped graphs among the results are nobody's source."""
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(p for p in (ROOT / folder).rglob("*.py") if "results" not in p.parts):
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
