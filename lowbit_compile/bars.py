@@ -37,9 +37,8 @@ def measured(values: Mapping[str, tuple[float, str]], *, card: str, rows: str) -
     """Records of ``id -> (value, unit)`` measured by this process just now."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     versions = (str(torch.__version__), _version("triton"))
-    return [
-        Bar(key, v, unit, card, date, command_line(), *versions, _commit(), rows) for key, (v, unit) in values.items()
-    ]
+    facts = (card, date, command_line(), *versions, _commit(), rows)
+    return [Bar(key, value, unit, *facts) for key, (value, unit) in values.items()]
 
 
 def command_line() -> str:

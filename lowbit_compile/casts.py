@@ -20,9 +20,8 @@ from torch import Tensor
 from .formats import Format
 
 ROUNDINGS = ("rne", "rna", "stochastic", "down", "up", "hybrid")
-RANDOM_BITS = (
-    16  # compared with the discarded fraction in stochastic rounding: toward zero by less than 2^-16 of a step
-)
+# Compared with the discarded fraction in stochastic rounding; the bias is toward zero, less than 2^-16 of a step.
+RANDOM_BITS = 16
 
 
 def is_nan(x: Tensor) -> Tensor:
@@ -99,8 +98,8 @@ def round_to_grid(
     value = rounded * pow2(exponent)
     if fmt.flush_below:
         value = torch.where(magnitude < fmt.flush_below, 0.0, value)
-    over = torch.where(value > fmt.max, float("inf"), value)
-    value = over if overflow == "infinity" else value.clamp(max=fmt.max)
+    saturate = overflow != "infinity"
+    value = value.clamp(max=fmt.max) if saturate else torch.where(value > fmt.max, float("inf"), value)
     return (value.view(torch.int32) | (bits & -0x80000000)).view(torch.float32)
 
 

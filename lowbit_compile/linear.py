@@ -20,7 +20,7 @@ from torch.library import Library
 
 from . import compat
 from .jobs import ALL, OUTLIERS, REST, Cast, Job
-from .ops import column_norm, column_sum, gemm_op, payload_size, quantize_op
+from .ops import column_norm, column_sum, gemm_op, quantize_op, split_payloads
 from .spec import GemmSpec, LinearSpec, OperandSpec, parse_linear
 
 
@@ -56,12 +56,7 @@ def _quantize(
     if not jobs:
         return []
     flat = quantize_op(x, amax, seed, channels, " | ".join(map(str, jobs)), impl)
-    payloads = []
-    for job in jobs:
-        size = payload_size(job.cast.spec)
-        payloads.append(list(flat[:size]))
-        flat = flat[size:]
-    return payloads
+    return split_payloads(flat, [job.cast.spec for job in jobs])
 
 
 def _concatenate(payloads: list[list[Tensor]]) -> list[Tensor]:
@@ -79,16 +74,15 @@ class _Linear(torch.autograd.Function):
             _observe(acc_x, x)
         if spec.watch and train:
             _raise_to(acc_c, column_norm(x.detach()))
-        casts = _fprop_casts(spec, "x")
+        casts, w_casts = _fprop_casts(spec, "x"), _fprop_casts(spec, "w")
         again = _wgrad_jobs(spec, casts) if train and ctx.needs_input_grad[1] else []
         payloads = _quantize(x, amax, seed, channels, [*map(Job, casts), *again], impl)
         qx, for_wgrad = payloads[: len(casts)], payloads[len(casts) :]
-        qw = _quantize(w, amax, seed, channels, [Job(c) for c in _fprop_casts(spec, "w")], impl)
-        specs = [spec.fprop] if len(qx) < 2 else [
-            GemmSpec(a.spec, b.spec) for a, b in zip(casts, _fprop_casts(spec, "w"), strict=True)
-        ]  # fmt: skip
+        qw = _quantize(w, amax, seed, channels, list(map(Job, w_casts)), impl)
+        # one term a part; where an operand isn't quantized it has no casts, and there is one term
+        terms = [GemmSpec(a.spec, b.spec) for a, b in zip(casts, w_casts, strict=False)] or [spec.fprop]
         left, right = _concatenate(qx) or [x.to(out)], _concatenate(qw) or [w.to(out)]
-        y = gemm_op(left, right, b, " + ".join(map(str, specs)), "", out, impl)
+        y = gemm_op(left, right, b, " + ".join(map(str, terms)), "", out, impl)
         saved, ctx.x_specs, ctx.x_flip = [[x]], [OperandSpec()], "b"
         if for_wgrad:
             saved, ctx.x_specs, ctx.x_flip = for_wgrad, [job.cast.spec for job in again], ""
@@ -147,11 +141,8 @@ def _dgrad(ctx: Any, left: list[Tensor], g_dtype: torch.dtype) -> Tensor:
         jobs = [Job(Cast("dgrad.w", operand), transposed=True, via=casts)]
         rights, specs, flip = _quantize(w, amax, seed, channels, jobs, impl), [operand], ""
     elif casts:  # not cast again: the values that fprop used
-        rights, specs, flip = (
-            _quantize(w, amax, seed, channels, list(map(Job, casts)), impl),
-            [c.spec for c in casts],
-            "b",
-        )
+        rights = _quantize(w, amax, seed, channels, list(map(Job, casts)), impl)
+        specs, flip = [c.spec for c in casts], "b"
     else:
         rights, specs, flip = [[w.to(g_dtype)]], [operand], "b"
     lefts = [(left, spec.dgrad.a)] * len(specs)
@@ -162,12 +153,10 @@ def _wgrad(ctx: Any, payloads: list[list[Tensor]], g_specs: list[OperandSpec], g
     """dw [N, K] from g^T's payloads (or g itself), one a part, and from what was saved of x."""
     spec, impl = ctx.spec, ctx.impl
     w, _, _, channels, *saved = ctx.saved_tensors
-    rights = []
-    for x_spec in ctx.x_specs:
-        size = payload_size(x_spec)
-        right = saved[:size] if x_spec.quantized else [saved[0].to(g.dtype)]
-        rights.append((right, x_spec))
-        saved = saved[size:]
+    rights = [
+        (payload if x_spec.quantized else [payload[0].to(g.dtype)], x_spec)
+        for payload, x_spec in zip(split_payloads(saved, ctx.x_specs), ctx.x_specs, strict=True)
+    ]
     flips = ctx.x_flip
     lefts = list(zip(payloads, g_specs, strict=True))
     if not lefts:

@@ -6,8 +6,10 @@ dequantizations into a high-precision copy that would then be saved for backward
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -39,6 +41,12 @@ AMAX_INDEX = {"x": 0, "w": 1, "g": 2}  # the entries of a site's amax tensor
 def payload_size(spec: OperandSpec) -> int:
     """How many tensors :func:`.quantize.quantize` returns for ``spec``."""
     return 2 + (spec.outer != NO_BLOCK) if spec.quantized else 1
+
+
+def split_payloads(flat: Sequence[Tensor], specs: Iterable[OperandSpec]) -> list[list[Tensor]]:
+    """A concatenation of payloads, one a spec, taken apart."""
+    rest = iter(flat)
+    return [list(islice(rest, payload_size(spec))) for spec in specs]
 
 
 def part_of(x: Tensor, part: str, channels: Tensor | None) -> Tensor:
@@ -167,16 +175,6 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
     return results
 
 
-def _split(payload: list[Tensor], operands: list[OperandSpec]) -> list[list[Tensor]]:
-    """A concatenation of payloads, taken apart."""
-    found, rest = [], list(payload)
-    for spec in operands:
-        size = payload_size(spec)
-        found.append(rest[:size])
-        rest = rest[size:]
-    return found
-
-
 def _values(impl: str, payload: list[Tensor], spec: OperandSpec, flipped: bool, dtype: torch.dtype) -> Tensor:
     """[rows, K] in ``dtype``; ``flipped``: stored as [K, rows]."""
     values = (run_dequantize(impl, payload, spec) if spec.quantized else payload[0]).to(dtype)
@@ -195,7 +193,8 @@ def run_gemm(
     specs = [parse_gemm(term) for term in text.split(" + ")]
     dtype = torch.float32 if any(s.quantized for s in specs) else out
     left, right = [], []
-    for pa, pb, s in zip(_split(a, [s.a for s in specs]), _split(b, [s.b for s in specs]), specs, strict=True):
+    payloads = split_payloads(a, [s.a for s in specs]), split_payloads(b, [s.b for s in specs])
+    for pa, pb, s in zip(*payloads, specs, strict=True):
         va, vb = _values(impl, pa, s.a, "a" in flips, dtype), _values(impl, pb, s.b, "b" in flips, dtype)
         k = min(va.shape[1], vb.shape[1])  # what is beyond the shorter one is zero padding on the other side
         left.append(va[:, :k])

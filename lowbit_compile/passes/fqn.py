@@ -55,11 +55,10 @@ def homes_of(model: nn.Module) -> list[Home]:
 
 
 def home_of_root(root: nn.Module) -> Home:
-    """Get or create."""
-    if root not in _homes:
-        paths = weakref.WeakKeyDictionary({m: n for n, m in root.named_modules()})
-        _homes[root] = Home(weakref.ref(root), paths)
-    return _homes[root]
+    """Get or create, with the paths that the root's modules have now: it may have got layers since."""
+    home = _homes.setdefault(root, Home(weakref.ref(root)))
+    home.paths.update({m: n for n, m in root.named_modules()})
+    return home
 
 
 def resolve(site: LinearSite, scope: dict[str, Any]) -> Resolved:
@@ -116,7 +115,6 @@ def _home_of_owner(owner: nn.Module, source: Any, scope: dict[str, Any]) -> Home
     candidates += compat.stack_modules()
     root = [m for m in candidates if any(c is owner for c in m.modules())][-1]
     _homes[owner] = home = home_of_root(root)
-    home.paths.update({m: n for n, m in root.named_modules()})  # it may have got layers since
     return home
 
 

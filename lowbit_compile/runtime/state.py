@@ -121,7 +121,8 @@ class State:
         owned = None if parameters is None else {id(p) for p in parameters}
         trained = [s for s in self.sites.values() if owned is None or id(s.weight()) in owned]
         advance = any(s.steps >= self.step_number for s in trained)
-        sites = [s for s in self.sites.values() if s in trained or (advance and s.frozen())]
+        chosen = {s.path for s in trained}
+        sites = [s for s in self.sites.values() if s.path in chosen or (advance and s.frozen())]
         if not sites:
             return
         if advance:
