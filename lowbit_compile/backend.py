@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import compat
-from .codegen import IMPLEMENTATIONS
+from .codegen import IMPLEMENTATIONS, select
 from .errors import LowbitWarning, PolicyError, UnsupportedError, nearest
 from .passes import fqn
 from .passes.match import LinearSite, find
@@ -41,6 +41,7 @@ OPTIONS = {
     "mode": "torch.compile mode for the rest of the graph",
     "inner": "what compiles the rest of the graph: inductor (default) or aot_eager",
     "reference": "how the reference runs: compiled (default) or eager; the same bits",
+    "kernels": "off (default): the reference alone; auto: Triton kernels on CUDA where they are possible",
     "seed": "seed of stochastic rounding and random signs (default 0)",
     "dump_dir": "folder for the graphs before and after the rewrite",
 }
@@ -52,6 +53,7 @@ class Options:
     mode: str | None
     inner: str
     reference: str
+    kernels: str
     seed: int
     dump_dir: str | None
     inductor: tuple[tuple[str, Any], ...]
@@ -120,6 +122,7 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
         ("mode", chosen or "default", compat.modes()),
         ("inner", ours.setdefault("inner", "inductor"), ["inductor", "aot_eager"]),
         ("reference", ours.setdefault("reference", "compiled"), list(IMPLEMENTATIONS)),
+        ("kernels", ours.setdefault("kernels", "off"), ["auto", "off"]),
     ):
         if value not in choices:
             hint = nearest(str(value), choices)
@@ -129,7 +132,7 @@ def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options
         raise PolicyError(f"options['seed']: got {seed!r}, an integer is needed")
     dump = ours.get("dump_dir")
     return Options(
-        load_policy(ours.get("policy", "tetrajet_v2")), chosen, ours["inner"], ours["reference"], seed,
+        load_policy(ours.get("policy", "tetrajet_v2")), chosen, ours["inner"], ours["reference"], ours["kernels"], seed,
         None if dump is None else os.fspath(dump), tuple(sorted(given.items())),
     )  # fmt: skip
 
@@ -186,8 +189,10 @@ def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Optio
     now, train = compiled.state.numerics(state), torch.is_grad_enabled()
     now = replace(now, observe=now.observe and train, watch=now.watch and train)
     state.observed |= now.observe
-    state.impl = f"{opts.reference} {implementation_hash()} {opts.inner}"
-    record = _record(site, name.path, replace(decision, spec=now), f"reference ({opts.reference})")
+    runs = select.KERNELS if opts.kernels == "auto" and value.device.type == "cuda" else opts.reference
+    state.impl = f"{runs} {implementation_hash()} {opts.inner}"
+    implementation = select.described(now, state.impl, site.shape[1])
+    record = _record(site, name.path, replace(decision, spec=now), implementation)
     beside, problem = _describe(compiled.state, state)
     compiled.records[name.path] = replace(record, state=beside)
     if problem:
@@ -278,7 +283,8 @@ def implementation_hash() -> str:
     """Hash of the package's numerics sources: part of every op's text, so a changed formula misses every cache."""
     here = pathlib.Path(__file__).parent
     names = ("casts", "formats", "hadamard", "jobs", "linear", "ops", "quantize", "random_bits", "scaling", "spec")
-    return hashlib.sha256(b"".join((here / f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
+    files = [here / f"{n}.py" for n in names] + sorted((here / "codegen").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def compiled_models(model: nn.Module) -> list[_Compiled]:

@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 
 from . import codegen
 from .casts import pack
+from .codegen import select
 from .formats import get_format
-from .jobs import ALL, OUTLIERS, REST, Cast, parse_jobs
+from .jobs import ALL, OUTLIERS, REST, Cast, Job, parse_jobs
 from .quantize import (
     NO_BLOCK,
     WHOLE,
@@ -35,7 +36,6 @@ from .random_bits import SIGN_STREAMS, STREAMS, counters_for, random_words, spli
 from .spec import GemmSpec, OperandSpec, parse_gemm
 
 FOLD = 128  # row length of operands with one scale for the whole tensor
-AMAX_INDEX = {"x": 0, "w": 1, "g": 2}  # the entries of a site's amax tensor
 
 
 def payload_size(spec: OperandSpec) -> int:
@@ -115,11 +115,13 @@ def run_cast(impl: str, operand: Tensor, amax: Tensor, seed: Tensor, job_cast: C
     is keyed by the row-major index), so that one compiled function fits every shape.
     """
     spec, plain = job_cast.spec, _without_rotation(job_cast.spec)
-    window = amax[AMAX_INDEX[job_cast.name[-1]]] if spec.scaling == "delayed" else None
+    window = amax[select.AMAX_INDEX[job_cast.name[-1]]] if spec.scaling == "delayed" else None
     rows, k = operand.shape
     if rows * k == 0:
         return quantize(operand, plain, amax=window, seed=seed)
-    operand = operand.float()
+    if select.wants_kernels(impl) and (payload := select.cast_values(operand, amax, seed, job_cast)) is not None:
+        return payload
+    operand = operand.float().contiguous()
     folded = _fold_width(rows, k, spec)
     if folded:
         operand = pad(operand, (0, padded_k(k, spec) - k)).reshape(-1, folded)
@@ -154,7 +156,9 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
     quantize in one function came out of Inductor's CPU code generator with wrong values in the last rows % 16 rows
     (torch 2.13.0, AVX-512; tests/graph/test_backend.py, equality under inductor, found it).
     """
-    done: dict[Cast, list[Tensor]] = {}
+    jobs = parse_jobs(text)
+    made = _kernel_jobs(x, amax, seed, channels, jobs) if select.wants_kernels(impl) else {}
+    done: dict[Cast, list[Tensor]] = {job.cast: made[job] for job in made if not job.transposed}
 
     def straight(cast: Cast) -> list[Tensor]:
         if cast not in done:
@@ -166,13 +170,27 @@ def run_jobs(impl: str, x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor 
         return values[0] if len(casts) == 1 or channels is None else values[0].index_copy(1, channels, values[1])
 
     results: list[Tensor] = []
-    for job in parse_jobs(text):
+    for job in jobs:
+        if job in made:
+            results += made[job]
+            continue
         if not job.via and not job.transposed:
             results += straight(job.cast)
             continue
         source = values_of(job.via) if job.via else part_of(x, job.cast.part, channels)
-        results += run_cast(impl, (source.t() if job.transposed else source).contiguous(), amax, seed, job.cast)
+        results += run_cast(impl, source.t() if job.transposed else source, amax, seed, job.cast)
     return results
+
+
+def _kernel_jobs(
+    x: Tensor, amax: Tensor, seed: Tensor, channels: Tensor | None, jobs: Sequence[Job]
+) -> dict[Job, list[Tensor]]:
+    """What kernels make of ``jobs``: one launch a part of x where its casts fit one tile."""
+    made: dict[Job, list[Tensor]] = {}
+    for part in dict.fromkeys(job.cast.part for job in jobs):
+        mine = [job for job in jobs if job.cast.part == part]
+        made |= select.cast_jobs(part_of(x, part, channels), amax, seed, mine)
+    return made
 
 
 def _values(impl: str, payload: list[Tensor], spec: OperandSpec, flipped: bool, dtype: torch.dtype) -> Tensor:
@@ -191,6 +209,10 @@ def run_gemm(
     is quantized the product runs in ``out``'s precision, as the original linear would.
     """
     specs = [parse_gemm(term) for term in text.split(" + ")]
+    if select.wants_kernels(impl) and any(s.quantized for s in specs):
+        sides = split_payloads(a, [s.a for s in specs]), split_payloads(b, [s.b for s in specs])
+        if (made := select.gemm(*sides, specs, bias, flips, out)) is not None:
+            return made
     dtype = torch.float32 if any(s.quantized for s in specs) else out
     left, right = [], []
     payloads = split_payloads(a, [s.a for s in specs]), split_payloads(b, [s.b for s in specs])

@@ -182,8 +182,8 @@ def noise_for(rows: Any, k: Any, spec: OperandSpec, seed: Tensor, stream: int | 
 
 
 def rotate_operand(x: Tensor, spec: OperandSpec, seed: Tensor, sign_stream: int | Tensor) -> Tensor:
-    """x [R, K] after the spec's random Hadamard transform, float32 [R, K of whole groups]."""
-    width = -(-x.shape[1] // spec.hadamard) * spec.hadamard
+    """x [R, K] after the spec's random Hadamard transform, float32 [R, padded K]."""
+    width = padded_k(x.shape[1], spec)
     return rotate(_pad(x, x.shape[0], width), spec.hadamard, random_signs(spec.hadamard, seed, sign_stream))
 
 

@@ -75,7 +75,7 @@ def test_training_equals_the_eager_reference_over_20_steps(preset: str) -> None:
     policy = {"version": 1, "extends": [preset]} | ({"schedule": []} if preset == "hif8_max_window" else {})
     model = Mlp().cuda()
     twin, twin_state = eager_twin(model, policy)
-    run = torch.compile(model, backend="lowbit", options={"policy": policy})
+    run = torch.compile(model, backend="lowbit", options={"policy": policy, "kernels": "off"})
     batches = [torch.randn(48, 160, device="cuda") for _ in range(20)]
     assert torch.equal(train(model, run, batches), train(twin, twin, batches))
     for (name, p), q in zip(parameters(model).items(), parameters(twin).values(), strict=True):
@@ -85,3 +85,35 @@ def test_training_equals_the_eager_reference_over_20_steps(preset: str) -> None:
         for key, tensor in site.tensors().items():
             assert torch.equal(state.sites[path].tensors()[key], tensor), (path, key)
     assert lowbit_compile.report(model).recompiles == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_kernels_train_like_the_reference(preset: str) -> None:
+    """Casts have the reference's bits and products only another order of additions, so the losses hardly differ."""
+    policy = {"version": 1, "extends": [preset]} | ({"schedule": []} if preset == "hif8_max_window" else {})
+    models = [Mlp().cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    batches = [torch.randn(48, 160, device="cuda") for _ in range(20)]
+    losses = []
+    for model, kernels in zip(models, ("auto", "off"), strict=True):
+        run = torch.compile(model, backend="lowbit", options={"policy": policy, "kernels": kernels})
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(train(model, run, batches))
+        made = {record.implementation for record in lowbit_compile.report(model).records}
+        assert made == {"triton"} if kernels == "auto" else all("reference" in m for m in made)
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-2, atol=0)
+
+
+def test_the_first_step_of_kernels_and_reference_agree_closely() -> None:
+    """One step of tetrajet_v2: parameters move alike, to a few BF16 roundings of the gradient."""
+    models = [nn.Linear(256, 512).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(192, 256, device="cuda")
+    grads = []
+    for model, kernels in zip(models, ("auto", "off"), strict=True):
+        run = torch.compile(model, backend="lowbit", options={"policy": "tetrajet_v2", "kernels": kernels})
+        with torch.autocast("cuda", torch.bfloat16):
+            y = run(x)
+        (y.float() * torch.linspace(-1, 1, 512, device="cuda")).sum().backward()
+        grads.append(model.weight.grad)
+    assert (grads[0] - grads[1]).norm() <= 1e-2 * grads[1].norm()

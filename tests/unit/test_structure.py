@@ -35,6 +35,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 PRIVATE_TORCH = {
     (f"{PACKAGE}/runtime/state.py", "torch._foreach_add_"): "public by practice: the optimizers' own primitive",
     (f"{PACKAGE}/runtime/state.py", "torch._foreach_norm"): "public by practice: clip_grad_norm_'s own primitive",
+    (f"{PACKAGE}/codegen/matmul_kernel.py", "torch._scaled_mm"): "public by practice: the vendor's FP8 product",
     (f"{PACKAGE}/passes/match.py", "torch._C._nn.linear"): "what F.linear is in a graph; has no other name",
     (f"{PACKAGE}/passes/match.py", "torch._ops.HigherOrderOperator"): "the type of checkpoint and cond nodes",
 }
