@@ -3,7 +3,7 @@
 model = torch.compile(model, backend="lowbit", options={"policy": "tetrajet_v2"})
 """
 
-from .backend import load_state_dict, report, state, step
+from .api import load_state_dict, report, state, step
 from .errors import LowbitError, LowbitWarning, PolicyError, RewriteError, StateError, UnsupportedError
 from .policy import Policy
 from .policy_file import load_policy, preset_names

@@ -8,74 +8,37 @@ creates state, rewrites, installs guards, then hands the graph to Inductor. Regi
 from __future__ import annotations
 
 import hashlib
-import os
 import pathlib
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils.weak import WeakIdKeyDictionary
 
-from . import compat
-from .codegen import IMPLEMENTATIONS, select
-from .errors import LowbitWarning, PolicyError, UnsupportedError, nearest
+from . import compat, registry
+from .codegen import select
+from .errors import LowbitWarning, PolicyError, UnsupportedError
+from .options import Options, read_options
 from .passes import fqn
 from .passes.match import LinearSite, find
 from .passes.rewrite import Edit, rewrite
-from .policy import KINDS, Decision, Policy, strip_wrappers
-from .policy_file import load_policy
-from .report import Report, SiteRecord
+from .policy import KINDS, Decision, strip_wrappers
+from .registry import Compiled
+from .report import SiteRecord
 from .runtime import phases
 from .runtime.site import SiteState
 from .runtime.state import State, install_step_hook
 from .schedule import boundaries
 
-OPTIONS = {
-    "policy": "preset name, path, dict or Policy (default tetrajet_v2)",
-    "mode": "torch.compile mode for the rest of the graph",
-    "inner": "what compiles the rest of the graph: inductor (default) or aot_eager",
-    "reference": "how the reference runs: compiled (default) or eager; the same bits",
-    "kernels": "off (default): the reference alone; auto: Triton kernels on CUDA where they are possible",
-    "seed": "seed of stochastic rounding and random signs (default 0)",
-    "dump_dir": "folder for the graphs before and after the rewrite",
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    policy: Policy
-    mode: str | None
-    inner: str
-    reference: str
-    kernels: str
-    seed: int
-    dump_dir: str | None
-    inductor: tuple[tuple[str, Any], ...]
-
-
-@dataclass
-class _Compiled:
-    """What is known of one root model under one policy and seed."""
-
-    state: State
-    records: dict[str, SiteRecord]
-    frames: Counter[tuple[Any, ...]]
-    told: set[str] = field(default_factory=set)
-
-
-_loads: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()  # saved, waiting for the first compile
-
 
 def lowbit(
     gm: GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Backend function that torch.compile calls with Dynamo's graph. See :data:`OPTIONS` for the options; Inductor's
+    """Backend function that torch.compile calls with Dynamo's graph. Options: :data:`.options.OPTIONS`; Inductor's
     own options are passed on. Raises :class:`PolicyError` for an unknown one."""
     opts = read_options(mode, options)
     compiler = compat.inner_compiler(opts.inner, opts.mode, dict(opts.inductor))
@@ -83,7 +46,7 @@ def lowbit(
     sites = list(find(gm))
     resolved = [fqn.resolve(s, scope) for s in sites]
     homes = [r.home for r in resolved] or [_frame_home(scope)]
-    entries = [_get(home, opts) for home in homes]
+    entries = [registry.get(home, opts.policy, opts.seed) for home in homes]
     edits = [e for s, r, c in zip(sites, resolved, entries, strict=False) if (e := _plan(s, r, c, opts)) is not None]
     compiled = {id(entry): (home.root(), entry) for home, entry in zip(homes, entries, strict=True)}.values()
     for root, entry in compiled:
@@ -106,37 +69,6 @@ def lowbit(
     return run
 
 
-def read_options(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Validate; anything that is neither ours nor Inductor's is an error with the nearest spelling."""
-    given = dict(options or {})
-    ours = {k: given.pop(k) for k in list(given) if k in OPTIONS}
-    known = compat.inductor_options()
-    for key in given:
-        if key not in known:
-            everything = [*OPTIONS, *known]
-            raise PolicyError(
-                f"options[{key!r}]: unknown; known: {', '.join(OPTIONS)} and Inductor's{nearest(key, everything)}"
-            )
-    chosen = mode or ours.get("mode")
-    for key, value, choices in (
-        ("mode", chosen or "default", compat.modes()),
-        ("inner", ours.setdefault("inner", "inductor"), ["inductor", "aot_eager"]),
-        ("reference", ours.setdefault("reference", "compiled"), list(IMPLEMENTATIONS)),
-        ("kernels", ours.setdefault("kernels", "off"), ["auto", "off"]),
-    ):
-        if value not in choices:
-            hint = nearest(str(value), choices)
-            raise PolicyError(f"options[{key!r}]: got {value!r}; known: {', '.join(choices)}{hint}")
-    seed = ours.get("seed", 0)
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PolicyError(f"options['seed']: got {seed!r}, an integer is needed")
-    dump = ours.get("dump_dir")
-    return Options(
-        load_policy(ours.get("policy", "tetrajet_v2")), chosen, ours["inner"], ours["reference"], ours["kernels"], seed,
-        None if dump is None else os.fspath(dump), tuple(sorted(given.items())),
-    )  # fmt: skip
-
-
 def _frame_home(scope: dict[str, Any]) -> fqn.Home:
     """The home of a frame without linears: of the outermost model that runs it."""
     here = scope["L"].get("self")
@@ -144,23 +76,7 @@ def _frame_home(scope: dict[str, Any]) -> fqn.Home:
     return fqn.home_of_root(running[-1]) if running else fqn.Home()
 
 
-def _get(home: fqn.Home, opts: Options) -> _Compiled:
-    key = (opts.policy.id, opts.seed)
-    if key not in home.compiled:
-        home.compiled[key] = _Compiled(State(opts.policy, opts.seed), {}, Counter())
-        root = home.root()
-        for model in [m for m in _loads if isinstance(root, nn.Module) and _related(m, root)]:
-            home.compiled[key].state.load_state_dict(_loads.pop(model))
-    found: _Compiled = home.compiled[key]
-    return found
-
-
-def _related(one: nn.Module, other: nn.Module) -> bool:
-    """True where one of two models is the other or holds it."""
-    return any(m is other for m in one.modules()) or any(m is one for m in other.modules())
-
-
-def _plan(site: LinearSite, name: fqn.Resolved, compiled: _Compiled, opts: Options) -> Edit | None:
+def _plan(site: LinearSite, name: fqn.Resolved, compiled: Compiled, opts: Options) -> Edit | None:
     """Decide one site, record it, and create its state where it is rewritten."""
     value = site.weight_value
     decision = opts.policy.resolve(name.raw, site.kind)
@@ -226,7 +142,7 @@ def _record(site: LinearSite, path: str, decision: Decision, implementation: str
     return SiteRecord(path, site.shape, site.kind, decision.rule, fprop, dgrad, wgrad, implementation, reason)
 
 
-def _pending(root: Any, compiled: _Compiled) -> list[str]:
+def _pending(root: Any, compiled: Compiled) -> list[str]:
     """Paths in ``root`` that hold a matrix and weren't seen in a graph yet: they may still turn out to be linears."""
     if not isinstance(root, nn.Module):
         return []
@@ -238,7 +154,7 @@ def _pending(root: Any, compiled: _Compiled) -> list[str]:
     return [path for path in found if path not in compiled.records]
 
 
-def _check(root: Any, compiled: _Compiled, opts: Options) -> None:
+def _check(root: Any, compiled: Compiled, opts: Options) -> None:
     """Rules that can't match any more, and a policy that can't quantize anything any more, are errors."""
     policy, records = opts.policy, compiled.records
     pending = _pending(root, compiled)
@@ -259,7 +175,7 @@ def _check(root: Any, compiled: _Compiled, opts: Options) -> None:
             warnings.warn(message, LowbitWarning, stacklevel=2)
 
 
-def _install_guards(resolved: list[fqn.Resolved], compiled: list[_Compiled], opts: Options) -> None:
+def _install_guards(resolved: list[fqn.Resolved], compiled: list[Compiled], opts: Options) -> None:
     sources = {compat.source_name(r.source): r.source for r in resolved if r.source is not None}
     for source in sources.values():
         compat.guard_identity(source)
@@ -285,54 +201,3 @@ def implementation_hash() -> str:
     names = ("casts", "formats", "hadamard", "jobs", "linear", "ops", "quantize", "random_bits", "scaling", "spec")
     files = [here / f"{n}.py" for n in names] + sorted((here / "codegen").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def compiled_models(model: nn.Module) -> list[_Compiled]:
-    """Everything compiled for ``model`` (or for the model inside torch.compile's wrapper): as a root itself, as a part
-    of one, or as a whole of several."""
-    homes = fqn.homes_of(getattr(model, "_orig_mod", model))
-    return [entry for home in homes for entry in home.compiled.values()]
-
-
-def report(model: nn.Module) -> Report:
-    """The records, graphs and recompiles of ``model``. Empty if it was never compiled by this backend."""
-    result = Report()
-    for compiled in compiled_models(model):
-        result.records += compiled.records.values()
-        result.graphs += sum(compiled.frames.values())
-        result.recompiles += sum(n - 1 for n in compiled.frames.values())
-    return result
-
-
-def state(model: nn.Module, policy: str | os.PathLike[str] | Mapping[str, Any] | Policy | None = None) -> State:
-    """The runtime state of ``model``, for saving, and for own training loops.
-
-    ``policy`` says which, where the model was compiled under several. Before the first compile there is none: see
-    :func:`load_state_dict`.
-    """
-    found = [c.state for c in compiled_models(model)]
-    if policy is not None:
-        wanted = load_policy(policy).id
-        found = [s for s in found if s.policy.id == wanted]
-    if len(found) != 1:
-        raise UnsupportedError(
-            f"{type(model).__name__} has {len(found)} states here, one is needed: it must have run once, "
-            "and under several policies state() needs the policy"
-        )
-    return found[0]
-
-
-def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Restore what ``state(model).state_dict()`` gave; before the model has run, it waits for the first compile."""
-    if compiled_models(model):
-        state(model).load_state_dict(saved)
-    else:
-        _loads[getattr(model, "_orig_mod", model)] = saved
-
-
-def step(model: nn.Module, *, learning_rate: float | None = None) -> None:
-    """Advance ``model``'s state by one step: for training loops that don't use a torch optimizer.
-
-    ``learning_rate`` of this step is needed where the policy's OsciReset starts at a learning rate (``start_lr``).
-    """
-    state(model).step(learning_rate=learning_rate)

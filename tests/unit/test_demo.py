@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lowbit_compile import bars, cli
+from lowbit_compile.commands import demo as demo_command
 from lowbit_compile.demo import data, train
 from lowbit_compile.demo.model import CPU_CONFIG, GPU_CONFIG, LanguageModel, ModelConfig, parameter_count
 from lowbit_compile.errors import LowbitError
@@ -169,7 +170,7 @@ def _result(card: str, folder: str) -> dict[str, Any]:
 
 def test_demo_text_and_files(tmp_path: Path) -> None:
     result = _result("cpu", str(tmp_path))
-    text = cli.demo_text(result)
+    text = demo_command.demo_text(result)
     for part in ("blocks.0.attn.q_proj", "256x256", "2.5000", "recompiles", "In the year", str(tmp_path)):
         assert part in text
     train._dump(tmp_path, result)
@@ -187,7 +188,7 @@ def test_demo_text_and_files(tmp_path: Path) -> None:
 )
 def test_demo_records_bars(tmp_path: Path, card: str, ids: list[str]) -> None:
     file = tmp_path / "results" / "bars.json"
-    cli._record(str(file), _result(card, "out"))
+    demo_command._record(str(file), _result(card, "out"))
     written = json.loads(file.read_text())
     assert [entry["id"] for entry in written] == ids
     assert all(entry["card"] == card and entry["rows"] == "out/loss.csv" for entry in written)

@@ -26,8 +26,11 @@ LAYERS = [
     {"ops", "linear"},
     {"runtime"},
     {"passes", "report"},
-    {"backend", "__init__"},
-    {"demo", "bars", "cli"},
+    {"options", "registry"},
+    {"backend", "api", "__init__"},
+    {"demo", "bars"},
+    {"commands"},
+    {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
